@@ -81,7 +81,6 @@ const ORDERS: [(&str, &[&str]); 7] = [
             "sharded_counter",
             "store_key",
             "rule",
-            "handles",
             "ip_prefix",
             "key",
             "limit",
@@ -94,6 +93,7 @@ const ORDERS: [(&str, &[&str]); 7] = [
             "window_kind",
             "counter",
             "window",
+            "handles",
         ],
     ),
     (

@@ -440,7 +440,7 @@ impl ServiceConfig {
         else {
             return DescriptorStatus { code: code(is_refused_key), ..DescriptorStatus::default() };
         };
-        let (unit, multiplier) = unit(&charge_plan.rule_set().windows[charge_plan.layer(of).windows_index]);
+        let (unit, multiplier) = unit(charge_plan.rule_set().windows_of(charge_plan.layer(of)));
         let left_ms = end_ms.saturating_sub(now_ms);
         DescriptorStatus {
             code: code(is_refused_key || !is_open),

@@ -27,7 +27,7 @@ fn receipts<const W: usize>(table: &Table<W>, counter: Counter, now_ms: u64, lim
 }
 
 fn at(now_ms: u64) -> Time<'static> {
-    Time { now_ms, windows: &WINDOWS }
+    Time::new(now_ms, &WINDOWS)
 }
 
 fn acquires(table: &Table<2>, now_ms: u64, limit: u32) -> bool {

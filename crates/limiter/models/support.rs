@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use loom::thread;
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::bucket::Key;
+use transom_limiter::handles::WindowsId;
 use transom_limiter::table::{Counter, CounterResult, Receipt, Table};
 use transom_limiter::window::{Time, Windows};
 use transom_limiter::window_kind::{AcquireRequest, WindowKind};
@@ -87,13 +88,21 @@ static WINDOWS: [Windows; 1] = [Windows::Even { period_ms: 100, offset_ms: 0 }];
 
 /// The time of a decision on windows of 100 ms.
 pub fn time(now_ms: u64) -> Time<'static> {
-    Time { now_ms, windows: &WINDOWS }
+    Time::new(now_ms, &WINDOWS)
 }
 
 /// A request for one token in the current window of a 100 ms grid, with this limit per window and this capacity.
 pub fn rolling(now_ms: u64, limit: u32, capacity: u64) -> AcquireRequest {
     let end_ms = (now_ms / 100 + 1) * 100;
-    AcquireRequest { end_ms, ceiling: capacity, floor: 0, limit, cost: 1, kind: WindowKind::Accumulating, windows: 0 }
+    AcquireRequest {
+        end_ms,
+        ceiling: capacity,
+        floor: 0,
+        limit,
+        cost: 1,
+        kind: WindowKind::Accumulating,
+        windows: WindowsId::FIRST,
+    }
 }
 
 /// A request for one token of the window that comes `windows` after the current one.
@@ -105,7 +114,7 @@ pub fn reservation(now_ms: u64, limit: u32, windows: u64) -> AcquireRequest {
 /// A request for one token in a window of 100 ms that the first request opens.
 pub fn floating(now_ms: u64, limit: u32) -> AcquireRequest {
     let (end_ms, ceiling) = (now_ms + 100, u64::from(limit));
-    AcquireRequest { end_ms, ceiling, floor: 0, limit, cost: 1, kind: WindowKind::Floating, windows: 0 }
+    AcquireRequest { end_ms, ceiling, floor: 0, limit, cost: 1, kind: WindowKind::Floating, windows: WindowsId::FIRST }
 }
 
 /// Charges a request, and returns the receipt for a refund.

@@ -4,7 +4,7 @@
 use crate::acquire::Charge;
 use crate::charge_plan::{LayerCharge, LayerRef};
 use crate::concurrency::ConcurrencyUsage;
-use crate::handles::{IdVec, PlanPosition, VariantId};
+use crate::handles::{IdVec, PlanPosition, VariantId, WindowsId};
 use crate::rule_set::{CompiledLayer, CountingMode, KeyedRequest, RuleSet};
 use crate::sharded_counter::ShardReceipt;
 use crate::window::Window;
@@ -73,7 +73,7 @@ pub struct SharingState {
 pub(super) struct Scratch {
     /// The window found last, for each of [`RuleSet::windows`]: most requests fall into the same one. An empty interval where
     /// keys have windows of their own.
-    pub windows: Vec<Window>,
+    pub windows: IdVec<WindowsId, Window>,
     /// The layers of a request that does not have the default windows.
     pub layer_buffer: Vec<LayerRef>,
 }
@@ -178,26 +178,26 @@ impl DecisionContext {
         keyed_request: KeyedRequest,
         now_ms: u64,
     ) -> Charge {
-        let end_ms = self.window_end_ms(rule_set, layer.windows_index, now_ms, keyed_request.offset);
+        let end_ms = self.window_end_ms(rule_set, layer.request.windows, now_ms, keyed_request.offset);
         layer.new_charge(keyed_request, end_ms, self.inputs.own_shard)
     }
 
     /// The end of the key's current window.
     #[inline]
-    fn window_end_ms(&mut self, rule_set: &RuleSet, windows_index: usize, now_ms: u64, offset: u64) -> u64 {
-        match self.scratch.windows.get(windows_index) {
+    fn window_end_ms(&mut self, rule_set: &RuleSet, windows: WindowsId, now_ms: u64, offset: u64) -> u64 {
+        match self.scratch.windows.get(windows) {
             Some(window) if window.contains(now_ms) => window.end_ms,
-            _ => self.find_window(rule_set, windows_index, now_ms, offset),
+            _ => self.find_window(rule_set, windows, now_ms, offset),
         }
     }
 
     #[inline(never)]
-    fn find_window(&mut self, rule_set: &RuleSet, windows_index: usize, now_ms: u64, offset: u64) -> u64 {
-        let windows = &rule_set.windows[windows_index];
-        let window = windows.window_at(now_ms, offset);
-        if windows.are_shared() {
+    fn find_window(&mut self, rule_set: &RuleSet, windows: WindowsId, now_ms: u64, offset: u64) -> u64 {
+        let known = &rule_set.windows[windows];
+        let window = known.window_at(now_ms, offset);
+        if known.are_shared() {
             self.scratch.windows.resize(rule_set.windows.len(), Window::default());
-            self.scratch.windows[windows_index] = window;
+            self.scratch.windows[windows] = window;
         }
         window.end_ms
     }

@@ -109,7 +109,7 @@ impl ChargePlan {
     /// Requests tokens of the window that is open at `until_ms`, and returns the end of that window.
     pub(super) fn request_window_at(&self, charge: &mut LayerCharge, until_ms: u64, time: Time<'_>) -> u64 {
         let layer = self.layer(charge.layer);
-        let all = &time.windows[layer.windows_index];
+        let all = time.windows(layer.request.windows);
         let end_ms = all.end_at(charge.usage.end_ms, until_ms);
         let windows = all.windows_between(charge.usage.end_ms, end_ms);
         let granted = tokens_granted(windows, charge.request.limit);
@@ -218,7 +218,7 @@ impl RuleSet {
         };
         match windows {
             0 => Some(now_ms),
-            windows => Some(self.windows[layer.windows_index].end_after(charge.usage.end_ms, windows - 1)),
+            windows => Some(self.windows_of(layer).end_after(charge.usage.end_ms, windows - 1)),
         }
     }
 

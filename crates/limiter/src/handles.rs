@@ -43,11 +43,18 @@ handles! {
     PlanPosition,
     /// The windows of a rule that apply to a key: those of a plan or an override, or the default ones.
     VariantId,
+    /// Windows of a [`RuleSet`](crate::rule_set::RuleSet): each kind once, for all layers.
+    WindowsId,
 }
 
 impl VariantId {
     /// The default windows of a rule.
     pub const DEFAULT: VariantId = VariantId(0);
+}
+
+impl WindowsId {
+    /// The first windows of a rule set.
+    pub const FIRST: WindowsId = WindowsId(0);
 }
 
 impl Default for VariantId {
@@ -111,6 +118,14 @@ impl<I: Handle, T> IdVec<I, T> {
     #[inline]
     pub fn get_mut(&mut self, id: I) -> Option<&mut T> {
         self.items.get_mut(id.index())
+    }
+
+    /// Appends copies of an item, or removes the last ones, until there are so many.
+    pub fn resize(&mut self, len: usize, item: T)
+    where
+        T: Clone,
+    {
+        self.items.resize(len, item);
     }
 
     /// The number of items.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::acquire::Charge;
 use crate::bucket::Key;
 use crate::concurrency::ConcurrencyTable;
-use crate::handles::{Handle, IdVec, LayerId, RuleId, VariantId};
+use crate::handles::{Handle, IdVec, LayerId, RuleId, VariantId, WindowsId};
 use crate::identity;
 use crate::key::{KeyHash, KeyPart, Seed};
 use crate::limit::Limit;
@@ -61,8 +61,6 @@ pub struct CompiledLayer {
     pub(super) bucket_offset: u64,
     /// A request for no tokens of this layer, in no window.
     pub request: AcquireRequest,
-    /// The position in [`RuleSet::windows`].
-    pub windows_index: usize,
     /// Tokens that may accumulate; at least the limit.
     pub capacity: u32,
     /// Tokens that may be taken from later windows.
@@ -123,7 +121,7 @@ pub struct RuleSet {
     /// The compiled rules, in the order of the configuration.
     pub rules: IdVec<RuleId, CompiledRule>,
     /// The windows of all layers, each kind once.
-    pub windows: Vec<Windows>,
+    pub windows: IdVec<WindowsId, Windows>,
     /// The requests in flight. A rule set takes it over from the former one.
     pub concurrency: Arc<ConcurrencyTable>,
 }
@@ -269,7 +267,7 @@ impl RuleSet {
     /// Compiles these rules. `former` is the previous rule set, if there is one: its requests may still wait.
     pub fn new<'r>(rules: impl IntoIterator<Item = &'r Rule>, seed: Seed, former: Option<&RuleSet>) -> RuleSet {
         let concurrency = former.map_or_else(Arc::default, |former| Arc::clone(&former.concurrency));
-        let mut rule_set = RuleSet { rules: IdVec::new(), windows: Vec::new(), concurrency };
+        let mut rule_set = RuleSet { rules: IdVec::new(), windows: IdVec::new(), concurrency };
         for (position, rule) in rules.into_iter().enumerate() {
             let mut compiled = rule_set.compile_rule(RuleId::at(position), rule, seed);
             let known = former.and_then(|former| former.rules.iter().find(|known| known.rule.name == rule.name));
@@ -301,9 +299,8 @@ impl RuleSet {
                 return Some(changed);
             }
             for (limit, layer) in compiled.rule.variants().flatten().zip(compiled.compiled_layers()) {
-                let same_windows = |other: &&CompiledLayer| {
-                    former.windows[other.windows_index] == limit.windows && !other.is_penalty()
-                };
+                let same_windows =
+                    |other: &&CompiledLayer| *former.windows_of(other) == limit.windows && !other.is_penalty();
                 let known = known.and_then(|known| Some((known, known.compiled_layers().find(same_windows)?)));
                 if let Some((known, other)) = known.filter(|(_, other)| other.id != layer.id) {
                     return Some(change(limit, changed_setting(&compiled.rule, &known.rule, layer, other)));
@@ -352,7 +349,6 @@ impl RuleSet {
 
     /// The layer that counts penalties: a penalty is a window of its length, opened by a refusal.
     fn compile_penalty(&mut self, rule: &Rule, period_ms: u64, id: u64) -> CompiledLayer {
-        let windows_index = self.windows_index(&Windows::FirstRequest { period_ms });
         CompiledLayer {
             id,
             bucket_offset: bucket_group(period_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
@@ -363,9 +359,8 @@ impl RuleSet {
                 limit: 1,
                 cost: 0,
                 kind: WindowKind::Floating,
-                windows: windows_index as u32,
+                windows: self.windows_id(&Windows::FirstRequest { period_ms }),
             },
-            windows_index,
             shards: 1,
             capacity: 0,
             reserve: 0,
@@ -374,19 +369,15 @@ impl RuleSet {
         }
     }
 
-    /// The position of these windows in [`RuleSet::windows`].
-    fn windows_index(&mut self, windows: &Windows) -> usize {
-        self.windows.iter().position(|known| known == windows).unwrap_or_else(|| {
-            self.windows.push(windows.clone());
-            self.windows.len() - 1
-        })
+    /// The handle of these windows, which are added if no layer has them yet.
+    fn windows_id(&mut self, windows: &Windows) -> WindowsId {
+        self.windows.position(|known| known == windows).unwrap_or_else(|| self.windows.push(windows.clone()))
     }
 
     fn compile_layer(&mut self, rule: &Rule, limit: &Limit, id: u64) -> CompiledLayer {
-        let windows_index = self.windows_index(&limit.windows);
         let (kind, shards) = rule.counter_kind(limit);
         let typical_ms = limit.windows.typical_ms();
-        let (capacity, windows) = (limit.capacity(), windows_index as u32);
+        let capacity = limit.capacity();
         CompiledLayer {
             id,
             bucket_offset: bucket_group(typical_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
@@ -397,9 +388,8 @@ impl RuleSet {
                 limit: limit.tokens,
                 cost: 0,
                 kind,
-                windows,
+                windows: self.windows_id(&limit.windows),
             },
-            windows_index,
             shards,
             capacity,
             reserve: limit.reserve,
@@ -410,7 +400,7 @@ impl RuleSet {
 
     /// The time of a decision by this rule set.
     pub fn time(&self, now_ms: u64) -> Time<'_> {
-        Time { now_ms, windows: &self.windows }
+        Time::new(now_ms, self.windows.as_slice())
     }
 
     /// The layer.
@@ -418,8 +408,14 @@ impl RuleSet {
         self.rules[layer.rule].layer(layer)
     }
 
+    /// The windows of this layer.
+    #[inline]
+    pub fn windows_of(&self, layer: &CompiledLayer) -> &Windows {
+        &self.windows[layer.request.windows]
+    }
+
     /// The end of the window of this layer that is open at a time, for a key with such an offset, Unix milliseconds.
     pub(super) fn window_end_ms(&self, layer: &CompiledLayer, now_ms: u64, offset: u64) -> u64 {
-        self.windows[layer.windows_index].window_at(now_ms, offset).end_ms
+        self.windows_of(layer).window_at(now_ms, offset).end_ms
     }
 }

@@ -5,6 +5,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::handles::{Handle, WindowsId};
+
 /// Bits that a counter has for the end of a window.
 pub const END_BITS: u32 = 42;
 /// The latest end of a window, Unix milliseconds: 2109-05-15T07:35:11.103Z.
@@ -408,14 +410,30 @@ fn month_start_day(year: u64, month: u64) -> u64 {
 pub struct Time<'a, const PLAIN: bool = false> {
     /// Unix milliseconds.
     pub now_ms: u64,
-    /// The windows of the rule set.
-    pub windows: &'a [Windows],
+    /// By [`WindowsId`].
+    windows: &'a [Windows],
+}
+
+impl<'a> Time<'a> {
+    /// `windows`: those of the rule set.
+    #[inline]
+    pub fn new(now_ms: u64, windows: &'a [Windows]) -> Time<'a> {
+        Time { now_ms, windows }
+    }
+}
+
+impl<'a, const PLAIN: bool> Time<'a, PLAIN> {
+    /// The windows of a layer.
+    #[inline]
+    pub(super) fn windows(self, id: WindowsId) -> &'a Windows {
+        &self.windows[id.index()]
+    }
 }
 
 impl Time<'static> {
     /// For plain windows, which do not depend on each other.
     pub fn plain(now_ms: u64) -> Time<'static> {
-        Time { now_ms, windows: &[] }
+        Time::new(now_ms, &[])
     }
 }
 

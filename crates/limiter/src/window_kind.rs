@@ -6,6 +6,7 @@
 use std::ops::RangeInclusive;
 
 use crate::counter::{COUNT_BITS, CounterWord};
+use crate::handles::WindowsId;
 use crate::window::{END_BITS, END_MAX_MS, Time, Windows};
 
 /// How the windows of a counter depend on each other.
@@ -80,14 +81,22 @@ pub struct AcquireRequest {
     pub cost: u32,
     /// How the windows of the counter depend on each other.
     pub kind: WindowKind,
-    /// The position of the windows in [`Time::windows`]. Plain windows and leases do not need it.
-    pub windows: u32,
+    /// The windows of the counter. Plain windows and leases do not need them.
+    pub windows: WindowsId,
 }
 
 impl AcquireRequest {
     /// A request for `cost` of `limit` tokens in a plain window that ends at `end_ms`.
     pub fn plain(end_ms: u64, limit: u32, cost: u32) -> AcquireRequest {
-        AcquireRequest { end_ms, ceiling: u64::from(limit), floor: 0, limit, cost, kind: WindowKind::Plain, windows: 0 }
+        AcquireRequest {
+            end_ms,
+            ceiling: u64::from(limit),
+            floor: 0,
+            limit,
+            cost,
+            kind: WindowKind::Plain,
+            windows: WindowsId::FIRST,
+        }
     }
 
     /// The time from which the window of this request has certainly ended, so that no counter may be opened for it,
@@ -120,7 +129,7 @@ impl AcquireRequest {
 
     /// The windows of the counter.
     pub(super) fn windows_in<'w, const PLAIN: bool>(&self, time: Time<'w, PLAIN>) -> &'w Windows {
-        &time.windows[self.windows as usize]
+        time.windows(self.windows)
     }
 
     /// The usage to assume before the request.
@@ -447,11 +456,19 @@ mod tests {
 
     /// 100 tokens in each window of 100 ms, of which 150 may accumulate.
     fn rolling(end_ms: u64, cost: u32) -> AcquireRequest {
-        AcquireRequest { end_ms, ceiling: 150, floor: 0, limit: 100, cost, kind: WindowKind::Accumulating, windows: 0 }
+        AcquireRequest {
+            end_ms,
+            ceiling: 150,
+            floor: 0,
+            limit: 100,
+            cost,
+            kind: WindowKind::Accumulating,
+            windows: WindowsId::FIRST,
+        }
     }
 
     fn time(now_ms: u64) -> Time<'static> {
-        Time { now_ms, windows: &WINDOWS }
+        Time::new(now_ms, &WINDOWS)
     }
 
     #[test]
@@ -562,7 +579,7 @@ mod tests {
             limit: 1,
             cost: 1,
             kind: WindowKind::Floating,
-            windows: 0,
+            windows: WindowsId::FIRST,
         };
         let word = charge(CounterWord::new(1, 130, 0), request(30), time(30)).expect("opens a window");
         assert_eq!(word, CounterWord::new(1, 130, 1));

@@ -29,7 +29,7 @@ use transom_limiter::slot_decision::SlotsResult;
 use transom_limiter::table::Table;
 use transom_limiter::verdict::Verdict;
 use transom_limiter::waiter_limit::WaiterSlot;
-use transom_limiter::window::{Window, Windows};
+use transom_limiter::window::Window;
 use transom_rules::RouteRulesId;
 use transom_rules::compiled_config::CompiledConfig;
 use transom_rules::compiled_config::RouteRules;
@@ -264,7 +264,7 @@ impl Scenario {
     pub fn finish(&mut self) {
         self.advance_to(u64::MAX);
         for (counts, rule) in self.rules.iter_mut().zip(&self.rule_set.rules) {
-            counts.sample(rule, &self.rule_set.windows);
+            counts.sample(rule, &self.rule_set);
             let RuleCounts { keys, layers, .. } = counts;
             keys.finish(|variant, position, tokens, weight| {
                 if let Some(layer) = rule.variant(variant).nth(position) {
@@ -414,7 +414,7 @@ impl Scenario {
             let end_ms = now_ms + request.left_ms;
             counts.unsampled.push(SampledRequest { keyed_request, is_full, now_ms, end_ms });
             if counts.unsampled.len() == BATCH {
-                counts.sample(rule, &rule_set.windows);
+                counts.sample(rule, rule_set);
             }
         }
     }
@@ -586,7 +586,7 @@ impl RuleCounts {
     }
 
     /// Counts the batch of requests in the sample of keys.
-    fn sample(&mut self, rule: &CompiledRule, windows: &[Windows]) {
+    fn sample(&mut self, rule: &CompiledRule, rule_set: &RuleSet) {
         let RuleCounts { keys, layers: counted, slots, open_windows, unsampled, ends, .. } = self;
         // Reads the entries of all keys before the first is changed.
         let ids = unsampled.iter().map(|request| request.keyed_request.key.bucket_hash);
@@ -604,7 +604,7 @@ impl RuleCounts {
                 continue;
             };
             for (usage, layer) in key.layers.iter_mut().zip(layers) {
-                let windows = &windows[rule.layer(layer).windows_index];
+                let windows = rule_set.windows_of(rule.layer(layer));
                 let window = &mut open_windows[layer.position()];
                 if !window.contains(now_ms) && windows.are_shared() {
                     *window = windows.window_at(now_ms, 0);

@@ -279,7 +279,7 @@ impl SharedCounters {
                 continue;
             };
             let rule_set = charge_plan.rule_set();
-            let windows = &rule_set.windows[charge_plan.layer(of).windows_index];
+            let windows = rule_set.windows_of(charge_plan.layer(of));
             charge.usage = Usage { used: 1, end_ms: now_ms + windows.typical_ms() };
             charge.is_full = true;
             self.raise_known_usage(charge.counter, charge.usage.end_ms, 1, now_ms);
@@ -563,7 +563,7 @@ impl SharedDecision {
             let layer = charge_plan.layer(charge.layer);
             let counter = layer.counter(keyed_request);
             if charge.is_full {
-                let period_ms = charge_plan.rule_set().windows[layer.windows_index].typical_ms();
+                let period_ms = charge_plan.rule_set().windows_of(layer).typical_ms();
                 let due = |record: &mut LeaseRecord| record.is_recheck_due(now, period_ms);
                 if shared.leases.with_or_insert(counter, shared.own_shard, now, due) != Some(false) {
                     return false;

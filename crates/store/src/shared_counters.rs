@@ -383,7 +383,7 @@ impl SharedCounters {
                 // A request that was charged again has its latest lease last.
                 let Some(lease) = receipts.iter().rev().find(is_lease) else { continue };
                 let end_ms = lease.receipt.end_ms();
-                let windows = &charge_plan.rule_set().windows[layer.windows_index];
+                let windows = charge_plan.rule_set().windows_of(layer);
                 let window = StoreWindow::at(kind, windows, end_ms.saturating_sub(1), keyed_request.offset);
                 self.leases.with_or_insert(counter, self.own_shard, now, |record| {
                     let shard = record.shard % layer.shards;

@@ -300,7 +300,7 @@ impl SharedCounters {
             if u64::from(charge.request.cost) > u64::from(layer.capacity) {
                 continue;
             }
-            let period_ms = charge_plan.rule_set().windows[layer.windows_index].typical_ms();
+            let period_ms = charge_plan.rule_set().windows_of(layer).typical_ms();
             let due = self.leases.with_or_insert(layer.counter(keyed_request), self.own_shard, now, |record| {
                 record.is_recheck_due(now, period_ms)
             });
@@ -554,7 +554,7 @@ impl SharedCounters {
         // Usage that was counted locally and is not reported yet is not granted again.
         let local_usage = self.used_locally(rule_set, layer, keyed_request).used;
         let (suffix, layer) = (compiled_rule.suffix(layer), compiled_rule.layer(layer));
-        let windows = &rule_set.windows[layer.windows_index];
+        let windows = rule_set.windows_of(layer);
         let at = StoreWindow::at(layer.request.kind, windows, now_ms, keyed_request.offset);
         let base = self.key_base(key_text, suffix, 0);
         let ceiling = u64::from(layer.capacity).saturating_sub(local_usage);

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, HashMap};
 use proptest::prelude::*;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::WindowsId;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::sharded_counter::ShardReceipt;
@@ -159,7 +160,7 @@ proptest! {
         let mut gateway = Gateway::new(&[simple], Table::<1>::with_buckets(buckets, 1).expect("there is memory"));
         let (mut oracle, mut now_ms) = (Oracle::default(), START_MS);
         let (mut mine, mut plain) = (HashMap::<(String, u64), u32>::new(), HashMap::<(String, u64), u32>::new());
-        let floats = matches!(gateway.rule_set().windows[0], Windows::FirstRequest { .. });
+        let floats = matches!(gateway.rule_set().windows[WindowsId::FIRST], Windows::FirstRequest { .. });
         for (client, advance_ms) in demand {
             now_ms += advance_ms;
             let (_, layer_request) = gateway.layer_requests(client, &[Some(1)], None).remove(0);

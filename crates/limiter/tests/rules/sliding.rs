@@ -340,7 +340,7 @@ proptest! {
 fn a_request_that_is_overtaken_is_charged_in_the_later_segment() {
     let windows = [Windows::Sliding { period_ms: 100 * SEGMENTS_PER_PERIOD }];
     let counter = Counter { key: Key { bucket_hash: 0, tag: 1 }, layer: 0 };
-    let [time, later]: [Time<'_>; 2] = [1150, 1250].map(|now_ms| Time { now_ms, windows: &windows });
+    let [time, later]: [Time<'_>; 2] = [1150, 1250].map(|now_ms| Time::new(now_ms, &windows));
     let request = |end_ms, limit, cost| AcquireRequest {
         kind: WindowKind::Sliding,
         ..AcquireRequest::plain(end_ms, limit, cost)
