@@ -7,15 +7,14 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 use transom_http::error::DecisionError;
-use transom_limiter::charge_plan::{ChargePlan, LayerCharge};
+use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision::Decision;
-use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{Handle, IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
-use transom_limiter::verdict::Verdict;
+use transom_limiter::verdict::{Outcome, Verdicts, WindowVerdict};
 use transom_limiter::window_kind::WindowKind;
 use transom_rules::client_plans::{CallerIdentity, ClientCheck, ClientPart, ClientPlans};
 use transom_rules::key_source::{feed_address, is_usable_key};
@@ -122,6 +121,28 @@ pub struct WindowState {
     pub is_full: bool,
 }
 
+impl WindowState {
+    /// The windows of all rules, in the order of the configuration.
+    pub fn of(verdicts: Verdicts<'_>) -> Vec<WindowState> {
+        // A penalty is reported while it lasts.
+        let is_shown = |window: &WindowVerdict<'_>| !window.is_penalty() || window.usage().used > 0;
+        let mut windows: Vec<WindowVerdict<'_>> = verdicts.windows().filter(is_shown).collect();
+        windows.sort_by_key(|window| window.layer());
+        let state = |window: WindowVerdict<'_>| WindowState {
+            rule: window.rule().rule.name.clone(),
+            name: window.name().to_owned(),
+            used: window.usage().used,
+            limit: window.limit(),
+            capacity: window.capacity(),
+            remaining: u64::from(window.capacity()).saturating_sub(window.usage().used),
+            end_ms: window.usage().end_ms,
+            kind: window.kind(),
+            is_full: window.is_full(),
+        };
+        windows.into_iter().map(state).collect()
+    }
+}
+
 /// What counts the decisions on queries.
 #[derive(Clone, Copy)]
 pub struct DecisionOutputs<'a> {
@@ -136,10 +157,8 @@ pub struct DecisionOutputs<'a> {
 pub struct CountedDecision<'a> {
     /// The rules of the configuration.
     pub configured: &'a ChargePlan,
-    /// The rules that decided, at the same positions: some may have had other windows than configured.
-    pub decided: &'a ChargePlan,
-    pub decision: &'a Decision,
-    pub context: &'a DecisionContext,
+    /// Of the rules that decided, at the same positions: some may have had other windows than configured.
+    pub verdicts: Verdicts<'a>,
     /// Whether the rule at a position was decided by its own windows.
     pub has_own_windows: &'a dyn Fn(PlanPosition) -> bool,
 }
@@ -314,30 +333,24 @@ impl DecisionService {
         let decided = counters.decide_query(&key_query, is_check).await;
         let (decision, context) = decided.map_err(|Unavailable| DecisionError::StoreUnavailable)?;
         let now_ms = counters.clock.now().unix_ms;
-        let (allowed, retry_at_ms) = match decision {
+        let (allowed, retry_at_ms) = match &decision {
             Decision::Admitted => (true, Some(now_ms)),
-            Decision::Delayed { until_ms, .. } => (true, Some(until_ms)),
+            Decision::Delayed { until_ms, .. } => (true, Some(*until_ms)),
             Decision::Refused => (false, charge_plan.retry_at_ms(&context, now_ms)),
         };
+        let verdicts = charge_plan.verdicts(&context, &decision);
         if !is_check {
             let key = |position: PlanPosition| query.rules[position.index()].key.values();
             let has_own_windows = |_rule: PlanPosition| true;
-            let counted = CountedDecision {
-                configured: &charge_plan,
-                decided: &charge_plan,
-                decision: &decision,
-                context: &context,
-                has_own_windows: &has_own_windows,
-            };
+            let counted = CountedDecision { configured: &charge_plan, verdicts, has_own_windows: &has_own_windows };
             self.count(&counted, |position| &rules[position], key, outputs);
         }
-        let windows = self.windows(&charge_plan, &context);
         let is_exempt = keyed_requests().all(|keyed_request| keyed_request.is_none());
         Ok(DecisionOutcome {
             allowed,
             now_ms,
             retry_at_ms,
-            windows,
+            windows: WindowState::of(verdicts),
             is_exempt,
             has_unknown_key: false,
             concurrent: Vec::new(),
@@ -382,10 +395,11 @@ impl DecisionService {
                 _ => charge_plan.retry_at_ms(&context, outcome.now_ms),
             };
             outcome.retry_at_ms = outcome.retry_at_ms.zip(retry_at_ms).map(|(one, other)| one.max(other));
-            outcome.windows.extend(self.windows(&charge_plan, &context));
+            let decision = charge_plan.decide_peeked(admits, outcome.now_ms, &mut context);
+            let verdicts = charge_plan.verdicts(&context, &decision);
+            outcome.windows.extend(WindowState::of(verdicts));
             if query.operation == Operation::Value {
-                charge_plan.peek_slots(&mut context);
-                outcome.concurrent.extend(context.result.concurrency.iter().filter_map(|usage| {
+                outcome.concurrent.extend(verdicts.slots().iter().filter_map(|usage| {
                     let compiled_rule = &self.rule_set.rules[rule.rule];
                     let name = compiled_rule.concurrent_name()?.to_owned();
                     Some(ConcurrencyState { rule: compiled_rule.rule.name.clone(), name, usage: *usage })
@@ -393,31 +407,6 @@ impl DecisionService {
             }
         }
         Ok(outcome)
-    }
-
-    /// The windows of a decision, by rule of the charge plan.
-    pub fn windows(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> Vec<WindowState> {
-        // Charges have another order.
-        let mut charges: Vec<&LayerCharge> = context.result.charges.iter().collect();
-        charges.sort_by_key(|charge| charge.layer);
-        let window = |charge: &LayerCharge| {
-            let compiled_rule = charge_plan.rule_of(charge.layer);
-            let capacity = compiled_rule.layer(charge.layer.id).capacity;
-            WindowState {
-                rule: compiled_rule.rule.name.clone(),
-                name: compiled_rule.layer_name(charge.layer.id).to_owned(),
-                used: charge.usage.used,
-                limit: charge.request.limit,
-                capacity,
-                remaining: u64::from(capacity).saturating_sub(charge.usage.used),
-                end_ms: charge.usage.end_ms,
-                kind: charge.request.kind,
-                is_full: charge.is_full,
-            }
-        };
-        // A penalty is reported while it lasts.
-        let is_shown = |charge: &&LayerCharge| !charge_plan.layer(charge.layer).is_penalty() || charge.usage.used > 0;
-        charges.into_iter().filter(is_shown).map(window).collect()
     }
 
     /// Counts a decision for each rule, as the decision on a request of a route. `rule` returns the rule at a position, with its
@@ -429,32 +418,32 @@ impl DecisionService {
         key: impl Fn(PlanPosition) -> &'k [K],
         outputs: DecisionOutputs<'_>,
     ) {
-        let CountedDecision { configured, decided, decision, context, has_own_windows } = *counted;
+        let CountedDecision { configured, verdicts, has_own_windows } = *counted;
         let DecisionOutputs { metrics, top_keys, readable_digester } = outputs;
 
-        for (position, rule) in decided.rules().ids().map(|position| (position, rule(position))) {
-            match decided.verdict(position, context, decision) {
-                Verdict::NotCounted if rule.is_refused => metrics.refused(rule.rule),
-                Verdict::NotCounted => metrics.exempt(rule.rule),
-                Verdict::Shadowed => metrics.shadowed(rule.rule),
-                Verdict::Refused => metrics.refused(rule.rule),
-                Verdict::RefusedElsewhere => {}
-                Verdict::Delayed | Verdict::Waited => metrics.delayed(rule.rule),
-                Verdict::Admitted => metrics.admitted(rule.rule),
+        for (verdict, rule) in verdicts.rules().map(|verdict| (verdict, rule(verdict.position))) {
+            match verdict.outcome() {
+                Outcome::NotCounted if rule.is_refused => metrics.refused(rule.rule),
+                Outcome::NotCounted => metrics.exempt(rule.rule),
+                Outcome::Shadowed => metrics.shadowed(rule.rule),
+                Outcome::Refused => metrics.refused(rule.rule),
+                Outcome::RefusedElsewhere => {}
+                Outcome::Delayed | Outcome::Waited => metrics.delayed(rule.rule),
+                Outcome::Admitted => metrics.admitted(rule.rule),
             }
         }
-        if top_keys.count_decision(configured.rules(), decided, context, decision) {
+        if top_keys.count_decision(configured.rules(), verdicts) {
             let name = |position| KeyName {
                 description: self.describe_key(rule(position).rule, key(position), readable_digester),
                 store_key: rule(position).key_text.clone(),
                 has_own_windows: has_own_windows(position),
             };
-            top_keys.name_keys(configured.rules(), context, name);
+            top_keys.name_keys(configured.rules(), verdicts.keyed_requests(), name);
         }
         let is_enforced = |position| !configured.shadow_rules().contains(&position);
         let is_counted = |position| is_enforced(position) && has_own_windows(position);
-        let full = context.result.charges.iter().filter(|charge| charge.is_full && is_counted(charge.layer.position));
-        full.for_each(|charge| metrics.refused_by_layer(rule(charge.layer.position).rule, charge.layer.id));
+        let full = verdicts.full_windows().map(WindowVerdict::layer).filter(|layer| is_counted(layer.position));
+        full.for_each(|layer| metrics.refused_by_layer(rule(layer.position).rule, layer.id));
     }
 
     /// Finds the rules of a query, and their keys. As a request, a query has one client: where the key of a rule does not name

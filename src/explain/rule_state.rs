@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 use crate::decision::WindowState;
 use crate::proxy::served_config::ServedConfig;
 use transom_http::error::RequestError;
-use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::ConcurrencyUsage;
-use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::{IdVec, RuleId, VariantId};
+use transom_limiter::decision::Decision;
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::rule::{KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
+use transom_limiter::verdict::Outcome;
 use transom_limiter::window_kind::WindowKind;
 use transom_rules::rate_limit_key::{KeyDescription, KeyFailure};
 use transom_rules::ratelimit_headers::seconds_until;
@@ -32,6 +32,18 @@ pub enum RuleResult {
     Refuses,
     /// The key, the cost or the plan of the request is unknown.
     Fails,
+}
+
+impl RuleResult {
+    fn of(outcome: Outcome, decision: &Decision) -> RuleResult {
+        match (outcome, decision) {
+            (Outcome::NotCounted, _) => RuleResult::NotCounted,
+            (Outcome::Delayed, Decision::Delayed { until_ms, .. }) => RuleResult::Delays(Some(*until_ms)),
+            (Outcome::Delayed | Outcome::Waited, _) => RuleResult::Delays(None),
+            (Outcome::Refused | Outcome::RefusedElsewhere | Outcome::Shadowed, _) => RuleResult::Refuses,
+            (Outcome::Admitted, _) => RuleResult::Admits,
+        }
+    }
 }
 
 /// Whose windows a rule applies.
@@ -171,14 +183,15 @@ impl RuleState {
             }
         };
         let now_ms = counters.clock.now().unix_ms;
-        charge_plan.peek_slots(&mut context);
-        let compiled_rule = &rule_set.rules[rule];
-        let usage = context.result.concurrency.first().copied();
+        let decision = charge_plan.decide_peeked(admits, now_ms, &mut context);
+        let verdict = charge_plan.verdicts(&context, &decision).of_rule(PlanPosition::FIRST);
+        let compiled_rule = verdict.rule();
+        let usage = verdict.slots().copied();
         self.concurrent = usage.and_then(|usage| Some((compiled_rule.concurrent_name()?.to_owned(), usage)));
-        self.windows = compiled.decision_service.windows(&charge_plan, &context);
+        self.windows = WindowState::of(charge_plan.verdicts(&context, &decision));
         // A rule that could not read its key or plan keeps its error, unless its windows refuse.
         let is_failed = self.result == RuleResult::Fails;
-        let result = self.decide(&charge_plan, compiled_rule, &context, admits, now_ms);
+        let result = RuleResult::of(verdict.outcome(), &decision);
         if !is_failed || result == RuleResult::Refuses {
             self.result = result;
             self.reason = self.reason_of_result(compiled_rule, now_ms);
@@ -186,32 +199,6 @@ impl RuleState {
         self.retry_at_ms =
             charge_plan.retry_at_ms_once_refused((!is_in_store).then_some(&*counters.table), &mut context, now_ms);
         Ok(())
-    }
-
-    /// What the rule makes of the request, with the usage in `context`.
-    fn decide(
-        &self,
-        charge_plan: &ChargePlan,
-        rule: &CompiledRule,
-        context: &DecisionContext,
-        admits: bool,
-        now_ms: u64,
-    ) -> RuleResult {
-        let may_wait = rule.rule.delays() && !rule.waiters.is_full();
-        let admission_times = || charge_plan.admission_times(charge_plan.time(now_ms), context);
-        let has_slot = self.concurrent.as_ref().is_none_or(|(_, usage)| usage.remaining() > 0);
-        let of_windows = match admits {
-            true => RuleResult::Admits,
-            false => match admission_times().filter(|_| may_wait) {
-                Some(times) => RuleResult::Delays(times.iter().next().copied()),
-                None => RuleResult::Refuses,
-            },
-        };
-        match of_windows {
-            RuleResult::Admits | RuleResult::Delays(_) if !has_slot && may_wait => RuleResult::Delays(None),
-            _ if !has_slot => RuleResult::Refuses,
-            of_windows => of_windows,
-        }
     }
 
     fn reason_of_result(&self, rule: &CompiledRule, now_ms: u64) -> String {

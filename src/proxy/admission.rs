@@ -270,9 +270,9 @@ impl PendingAdmission {
         if let Decision::Refused = outcome.decision {
             record.release_slots(&mut outcome.context);
         }
-        record.record_decision(rules_id, &outcome.context, &outcome.decision);
-        let charge_plan = &rules.charge_plan;
-        config.top_keys.count_decision(charge_plan.rules(), charge_plan, &outcome.context, &outcome.decision);
+        let verdicts = rules.charge_plan.verdicts(&outcome.context, &outcome.decision);
+        record.record_decision(rules_id, verdicts);
+        config.top_keys.count_decision(rules.charge_plan.rules(), verdicts);
         let mut text = Vec::new();
         if let Decision::Refused = outcome.decision {
             let headers = HeaderMap::new();

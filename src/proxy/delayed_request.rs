@@ -147,14 +147,14 @@ impl DelayedRequest {
                 // The response states all layers as they are now.
                 self.worker.counters.peek(charge_plan, &mut context);
                 record.release_slots(&mut context);
-                record.record_decision(self.rules_id, &context, &Decision::Refused);
-                self.config.top_keys.count_decision(charge_plan.rules(), charge_plan, &context, &Decision::Refused);
+                let verdicts = charge_plan.verdicts(&context, &Decision::Refused);
+                record.record_decision(self.rules_id, verdicts);
+                self.config.top_keys.count_decision(charge_plan.rules(), verdicts);
                 let mut text = Vec::new();
                 let fields = rules.rate_limit_template.render(&context, None, context.result.decided_ms, &mut text);
                 let headers = HeaderMap::new();
                 let refused = responses::refusal_response(
-                    charge_plan,
-                    &context,
+                    verdicts,
                     &compiled.refusal_templates,
                     context.result.decided_ms,
                     fields,

@@ -284,7 +284,7 @@ fn decide(
         Evaluation::Pending(pending) => {
             record.set_keys(&resolved);
             // The decision will be counted without the request, which has the text of its keys.
-            config.name_keys(&resolved, context);
+            config.name_keys(&resolved, &context.inputs.keyed_requests);
             (Admission::default(), Some(pending))
         }
         Evaluation::Decided(decision) => {
@@ -295,8 +295,9 @@ fn decide(
             if let Decision::Refused = decision {
                 record.release_slots(context);
             }
-            record.record_decision(rules_id, context, &decision);
-            config.count_keys(&resolved, context, &decision);
+            let verdicts = rules.charge_plan.verdicts(context, &decision);
+            record.record_decision(rules_id, verdicts);
+            config.count_keys(&resolved, verdicts);
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {
                 let (id, headers) = (record.request_id(), std::mem::take(&mut parts.headers));

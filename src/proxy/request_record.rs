@@ -31,7 +31,7 @@ use transom_limiter::concurrency::{Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{Handle as _, IdVec, PlanPosition, RuleId};
-use transom_limiter::verdict::Verdict;
+use transom_limiter::verdict::{Outcome, Verdict, Verdicts, WindowVerdict};
 use transom_rules::ClientId;
 use transom_rules::RouteRulesId;
 use transom_rules::resolved_request::ResolvedRequest;
@@ -228,79 +228,72 @@ impl RequestRecord {
     }
 
     /// Counts the decision on the request's route, and notes refusing and shadow rules for the access log.
-    pub fn record_decision(&mut self, rules_id: RouteRulesId, context: &DecisionContext, decision: &Decision) {
-        let charge_plan = &self.config.compiled.route_rules[rules_id].charge_plan;
+    pub fn record_decision(&mut self, rules_id: RouteRulesId, verdicts: Verdicts<'_>) {
         if let (Some(client), Some(client_metrics)) = (self.client, &self.config.client_metrics) {
-            client_metrics.decided(client.index(), matches!(decision, Decision::Refused));
+            client_metrics.decided(client.index(), verdicts.is_refused());
         }
         let metrics = self.route_metrics();
-        let is_refused = matches!(decision, Decision::Refused);
-        if is_refused {
+        if verdicts.is_refused() {
             metrics.request_refused();
             let windows = &self.config.window_metrics[rules_id];
-            let full = context.result.charges.iter().filter(|charge| charge.is_full);
-            full.for_each(|charge| windows.refused_by_layer(charge.layer.position, charge.layer.id));
-            let slots = context.result.concurrency.iter().filter(|usage| usage.state == SlotState::Full);
+            let full = verdicts.full_windows().map(WindowVerdict::layer);
+            full.for_each(|layer| windows.refused_by_layer(layer.position, layer.id));
+            let slots = verdicts.slots().iter().filter(|usage| usage.state == SlotState::Full);
             slots.for_each(|usage| windows.refused_by_slots(usage.rule));
         }
-        for position in charge_plan.rules().ids() {
-            match charge_plan.verdict(position, context, decision) {
-                Verdict::Admitted => metrics.admitted(position),
-                Verdict::Delayed => metrics.delayed(position),
-                Verdict::Refused => metrics.refused(position),
-                Verdict::Shadowed if !is_refused => metrics.shadowed(position),
+        for verdict in verdicts.rules() {
+            match verdict.outcome() {
+                Outcome::Admitted => metrics.admitted(verdict.position),
+                Outcome::Delayed => metrics.delayed(verdict.position),
+                Outcome::Refused => metrics.refused(verdict.position),
+                Outcome::Shadowed if !verdicts.is_refused() => metrics.shadowed(verdict.position),
                 // Waiting requests are counted when they begin to wait, exempt ones where their key is found.
-                Verdict::Shadowed | Verdict::Waited | Verdict::NotCounted | Verdict::RefusedElsewhere => {}
+                Outcome::Shadowed | Outcome::Waited | Outcome::NotCounted | Outcome::RefusedElsewhere => {}
             }
         }
-        self.log_decision(rules_id, context, decision);
+        self.log_decision(verdicts);
         // The windows of these rules have not admitted the request.
-        self.slots.release(&context.result.shadowed);
+        self.slots.release(verdicts.shadowed_by_windows());
     }
 
     /// Notes the decision of each rule, and the limits without room, for the access log.
-    fn log_decision(&mut self, rules_id: RouteRulesId, context: &DecisionContext, decision: &Decision) {
-        let (Some(log), compiled) = (&mut self.log, &self.config.compiled) else { return };
-        let charge_plan = &compiled.route_rules[rules_id].charge_plan;
-        let keyed_requests = &context.inputs.keyed_requests;
-        let full_limit = |position: PlanPosition, window: Option<&str>| {
-            let rule = charge_plan.rule(position);
-            let plan = keyed_requests[position].and_then(|keyed_request| rule.rule.plan_of(keyed_request.variant));
-            (
-                position,
-                FullLimit {
-                    rule: rule.rule.name.clone(),
-                    window: window.unwrap_or_default().to_owned(),
-                    key: log.keys.get(position).cloned(),
-                    plan: plan.map(|plan| plan.name.clone()),
-                },
-            )
-        };
-        let windows = context.result.charges.iter().filter(|charge| charge.is_full).map(|charge| {
-            let name = charge_plan.rule_of(charge.layer).layer_name(charge.layer.id);
-            full_limit(charge.layer.position, Some(name))
-        });
-        let slots = context.result.concurrency.iter();
-        let slots = slots.filter(|usage| matches!(usage.state, SlotState::Full | SlotState::Shadowed));
-        let slots = slots.map(|usage| full_limit(usage.rule, charge_plan.rule(usage.rule).concurrent_name()));
-        let (shadowed, full): (Vec<_>, Vec<_>) =
-            windows.chain(slots).partition(|(position, _)| charge_plan.is_shadow(*position));
-        let decided = charge_plan.compiled_rules().filter_map(|(position, rule)| {
-            let decision = match charge_plan.verdict(position, context, decision) {
-                Verdict::Admitted | Verdict::RefusedElsewhere => RuleDecision::Admitted,
-                Verdict::Delayed | Verdict::Waited => RuleDecision::Delayed,
-                Verdict::Shadowed => RuleDecision::Shadowed,
-                Verdict::Refused => RuleDecision::Refused,
-                Verdict::NotCounted if log.exempt.contains(&position) => RuleDecision::Exempt,
-                // The request lacks the key, and the rule skips it.
-                Verdict::NotCounted => return None,
+    fn log_decision(&mut self, verdicts: Verdicts<'_>) {
+        let Some(log) = &mut self.log else { return };
+        let full_limit = |verdict: Verdict<'_>, window: &str| {
+            let rule = &verdict.rule().rule;
+            let plan = verdict.keyed_request().and_then(|keyed_request| rule.plan_of(keyed_request.variant));
+            let limit = FullLimit {
+                rule: rule.name.clone(),
+                window: window.to_owned(),
+                key: log.keys.get(verdict.position).cloned(),
+                plan: plan.map(|plan| plan.name.clone()),
             };
-            Some((rule.rule.name.clone(), decision))
+            (rule.is_shadow(), limit)
+        };
+        let windows = verdicts.full_windows();
+        let windows = windows.map(|window| full_limit(verdicts.of_rule(window.layer().position), window.name()));
+        let slots = verdicts.slots().iter();
+        let slots = slots.filter(|usage| matches!(usage.state, SlotState::Full | SlotState::Shadowed)).map(|usage| {
+            let verdict = verdicts.of_rule(usage.rule);
+            full_limit(verdict, verdict.rule().concurrent_name().unwrap_or_default())
+        });
+        let (shadowed, full): (Vec<_>, Vec<_>) = windows.chain(slots).partition(|(is_shadow, _)| *is_shadow);
+        let decided = verdicts.rules().filter_map(|verdict| {
+            let decision = match verdict.outcome() {
+                Outcome::Admitted | Outcome::RefusedElsewhere => RuleDecision::Admitted,
+                Outcome::Delayed | Outcome::Waited => RuleDecision::Delayed,
+                Outcome::Shadowed => RuleDecision::Shadowed,
+                Outcome::Refused => RuleDecision::Refused,
+                Outcome::NotCounted if log.exempt.contains(&verdict.position) => RuleDecision::Exempt,
+                // The request lacks the key, and the rule skips it.
+                Outcome::NotCounted => return None,
+            };
+            Some((verdict.rule().rule.name.clone(), decision))
         });
         log.entry.rules = decided.collect();
-        let limits = |limits: Vec<(PlanPosition, FullLimit)>| limits.into_iter().map(|(_, limit)| limit).collect();
+        let limits = |limits: Vec<(bool, FullLimit)>| limits.into_iter().map(|(_, limit)| limit).collect();
         log.entry.shadowed_by = limits(shadowed);
-        log.entry.refused_by = if matches!(decision, Decision::Refused) { limits(full) } else { Vec::new() };
+        log.entry.refused_by = if verdicts.is_refused() { limits(full) } else { Vec::new() };
     }
 
     /// The request is forwarded to an upstream. Returns where its attempts are noted.

@@ -27,6 +27,7 @@ use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::OnLimit;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
+use transom_limiter::verdict::Verdicts;
 use transom_rules::RouteRulesId;
 use transom_rules::compiled_config::CompiledConfig;
 use transom_rules::compiled_config::{CompiledRoute, RouteRules};
@@ -216,22 +217,25 @@ impl WorkerConfig {
 
     /// Counts the keys of a decided request.
     #[inline]
-    pub fn count_keys(&self, resolved: &ResolvedRequest<'_>, context: &DecisionContext, decision: &Decision) {
-        let charge_plan = &resolved.rules.charge_plan;
-        if self.top_keys.count_decision(charge_plan.rules(), charge_plan, context, decision) {
-            self.name_keys(resolved, context);
+    pub fn count_keys(&self, resolved: &ResolvedRequest<'_>, verdicts: Verdicts<'_>) {
+        if self.top_keys.count_decision(resolved.rules.charge_plan.rules(), verdicts) {
+            self.name_keys(resolved, verdicts.keyed_requests());
         }
     }
 
     /// Names the keys of a request that `top_keys` needs names of.
     #[cold]
-    pub fn name_keys(&self, resolved: &ResolvedRequest<'_>, context: &DecisionContext) {
+    pub fn name_keys(
+        &self,
+        resolved: &ResolvedRequest<'_>,
+        keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
+    ) {
         let name = |position| KeyName {
             description: resolved.describe_key(position, &self.compiled.readable_digester),
             store_key: resolved.store_key(position),
             has_own_windows: true,
         };
-        self.top_keys.name_keys(resolved.rules.charge_plan.rules(), context, name);
+        self.top_keys.name_keys(resolved.rules.charge_plan.rules(), keyed_requests, name);
     }
 
     /// Whether metrics name the client of a request.
@@ -278,8 +282,7 @@ impl WorkerConfig {
         let RouteRules { charge_plan, rate_limit_template, .. } = &route_rules[rules_id];
         let fields = rate_limit_template.render(context, self.policy_fields[rules_id].as_ref(), now_ms, text);
         let mut refused = responses::refusal_response(
-            charge_plan,
-            context,
+            charge_plan.verdicts(context, &Decision::Refused),
             refusal_templates,
             now_ms,
             fields,

@@ -34,6 +34,7 @@ use transom_limiter::handles::{IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Plan, Rule};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
+use transom_limiter::verdict::{Verdicts, WindowVerdict};
 use transom_limiter::window::Windows;
 use transom_rules::compiled_config::CompiledConfig;
 use transom_rules::ratelimit_headers::RateLimitTemplate;
@@ -372,29 +373,22 @@ impl ServiceConfig {
         text: &mut Vec<u8>,
     ) -> Bytes {
         let Call { matched, rules, plan, .. } = call;
+        let verdicts = plan.charge_plan.verdicts(context, &decision);
         let decision_service = &self.compiled().decision_service;
         let CompiledConfig { refusal_templates, readable_digester, .. } = &**self.compiled();
         let ServicePlan { charge_plan, stated, .. } = &**plan;
         let configured = stated.as_ref().map_or(charge_plan, |stated| &stated.configured);
         let has_own_windows = |position: PlanPosition| stated.as_ref().is_none_or(|stated| !stated.is_stated[position]);
         let outputs = DecisionOutputs { metrics: &self.decisions, top_keys: &self.config.top_keys, readable_digester };
-        let counted = CountedDecision {
-            configured,
-            decided: charge_plan,
-            decision: &decision,
-            context,
-            has_own_windows: &has_own_windows,
-        };
+        let counted = CountedDecision { configured, verdicts, has_own_windows: &has_own_windows };
         let key = |position: PlanPosition| matched[rules[position].source].key.as_slice();
         decision_service.count(&counted, |position| &rules[position].keyed, key, outputs);
         let fields = plan.template.render(context, plan.policy.as_ref(), now_ms, text);
-        let is_refused = matches!(decision, Decision::Refused);
-        let (mut headers, raw_body) = match is_refused {
+        let (mut headers, raw_body) = match verdicts.is_refused() {
             true => {
                 let headers = HeaderMap::new();
                 let templates = stated.as_ref().map_or(refusal_templates, |stated| &stated.refusal_templates);
-                let refused =
-                    responses::refusal_response(charge_plan, context, templates, now_ms, fields, None, text, headers);
+                let refused = responses::refusal_response(verdicts, templates, now_ms, fields, None, text, headers);
                 let (head, body) = refused.response.into_parts();
                 (head.headers, body)
             }
@@ -406,56 +400,14 @@ impl ServiceConfig {
         };
         // Envoy sets the length itself.
         headers.remove(CONTENT_LENGTH);
-        let is_over_limit = is_refused || rules.iter().any(|rule| rule.keyed.is_refused);
+        let is_over_limit = verdicts.is_refused() || rules.iter().any(|rule| rule.keyed.is_refused);
         self.calls.answered(is_over_limit);
         encode(&RateLimitResponse {
             overall_code: code(is_over_limit),
-            statuses: (0..request.descriptors.len()).map(|at| self.status(call, at, context, now_ms)).collect(),
+            statuses: (0..request.descriptors.len()).map(|at| status(call, at, verdicts, now_ms)).collect(),
             response_headers_to_add: headers.iter().filter_map(|(name, value)| header(name.as_str(), value)).collect(),
             raw_body,
         })
-    }
-
-    /// The status of one descriptor: of the window that is full for the longest time, or has the fewest tokens left.
-    fn status(&self, call: &Call<'_>, descriptor: usize, context: &DecisionContext, now_ms: u64) -> DescriptorStatus {
-        let charge_plan = &call.plan.charge_plan;
-        let answers = |position: PlanPosition| {
-            let mut matched = call.matched.iter().zip(&call.positions);
-            matched.any(|(matched, of)| matched.descriptor == descriptor && *of == position)
-        };
-        let mut called = call.rules.enumerate();
-        let is_refused_key = called.any(|(position, rule)| rule.keyed.is_refused && answers(position));
-        let is_answer = |position| answers(position) && !charge_plan.is_shadow(position);
-        let charges = || context.result.charges.iter().filter(|charge| is_answer(charge.layer.position));
-        let windows = charges().filter(|charge| !charge_plan.layer(charge.layer).is_penalty()).map(|charge| {
-            let capacity = u64::from(charge_plan.layer(charge.layer).capacity);
-            let penalty = charge_plan.penalty(charge.layer.position);
-            let usage = context.stated_usage(charge, penalty, capacity);
-            let is_full = charge.is_full || penalty.and_then(|id| context.charge_of(id)).is_some_and(|it| it.is_full);
-            let remaining = capacity.saturating_sub(usage.used);
-            (!is_full, remaining, Reverse(usage.end_ms), charge.request.limit, charge.layer)
-        });
-        let Some((is_open, remaining, Reverse(end_ms), limit, of)) =
-            windows.min_by_key(|(is_open, remaining, end_ms, ..)| (*is_open, *remaining, *end_ms))
-        else {
-            return DescriptorStatus { code: code(is_refused_key), ..DescriptorStatus::default() };
-        };
-        let (unit, multiplier) = unit(charge_plan.rule_set().windows_of(charge_plan.layer(of)));
-        let left_ms = end_ms.saturating_sub(now_ms);
-        DescriptorStatus {
-            code: code(is_refused_key || !is_open),
-            current_limit: Some(RateLimit {
-                requests_per_unit: limit,
-                unit: unit.into(),
-                name: charge_plan.rule_of(of).layer_name(of.id).to_owned(),
-                unit_multiplier: (multiplier != 1).then_some(multiplier),
-            }),
-            limit_remaining: u32::try_from(remaining).unwrap_or(u32::MAX),
-            duration_until_reset: Some(prost_types::Duration {
-                seconds: (left_ms / SECOND_MS).cast_signed(),
-                nanos: (left_ms % SECOND_MS) as i32 * 1_000_000,
-            }),
-        }
     }
 
     /// A rule with `on_outage = "refuse"` cannot be counted. An error would let the request pass, unless Envoy has
@@ -532,6 +484,44 @@ fn unit(windows: &Windows) -> (Unit, u32) {
             let unit = UNITS.into_iter().find(|(unit_ms, _)| period_ms.is_multiple_of(*unit_ms));
             unit.map_or((Unit::Unknown, 1), |(unit_ms, unit)| (unit, (period_ms / unit_ms) as u32))
         }
+    }
+}
+
+/// The status of one descriptor: of the window that is full for the longest time, or has the fewest tokens left.
+fn status(call: &Call<'_>, descriptor: usize, verdicts: Verdicts<'_>, now_ms: u64) -> DescriptorStatus {
+    let answers = |position: PlanPosition| {
+        let mut matched = call.matched.iter().zip(&call.positions);
+        matched.any(|(matched, of)| matched.descriptor == descriptor && *of == position)
+    };
+    let mut called = call.rules.enumerate();
+    let is_refused_key = called.any(|(position, rule)| rule.keyed.is_refused && answers(position));
+    let is_answer = |window: &WindowVerdict<'_>| answers(window.layer().position) && !window.rule().rule.is_shadow();
+    let windows = verdicts.windows().filter(is_answer).filter(|window| !window.is_penalty()).map(|window| {
+        let usage = window.stated_usage();
+        let is_full = window.is_full() || window.penalty().is_some_and(WindowVerdict::is_full);
+        let remaining = u64::from(window.capacity()).saturating_sub(usage.used);
+        (!is_full, remaining, Reverse(usage.end_ms), window)
+    });
+    let Some((is_open, remaining, Reverse(end_ms), window)) =
+        windows.min_by_key(|(is_open, remaining, end_ms, _)| (*is_open, *remaining, *end_ms))
+    else {
+        return DescriptorStatus { code: code(is_refused_key), ..DescriptorStatus::default() };
+    };
+    let (unit, multiplier) = unit(window.windows());
+    let left_ms = end_ms.saturating_sub(now_ms);
+    DescriptorStatus {
+        code: code(is_refused_key || !is_open),
+        current_limit: Some(RateLimit {
+            requests_per_unit: window.limit(),
+            unit: unit.into(),
+            name: window.name().to_owned(),
+            unit_multiplier: (multiplier != 1).then_some(multiplier),
+        }),
+        limit_remaining: u32::try_from(remaining).unwrap_or(u32::MAX),
+        duration_until_reset: Some(prost_types::Duration {
+            seconds: (left_ms / SECOND_MS).cast_signed(),
+            nanos: (left_ms % SECOND_MS) as i32 * 1_000_000,
+        }),
     }
 }
 

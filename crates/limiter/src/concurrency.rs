@@ -292,7 +292,7 @@ pub struct ConcurrencyUsage {
 pub enum SlotState {
     /// A slot was free.
     Free,
-    /// The request has waited for its slot.
+    /// The request has waited for its slot, or would wait.
     Waited,
     /// No slot is free.
     Full,

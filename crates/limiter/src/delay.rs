@@ -9,6 +9,7 @@
 
 use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
 use crate::charge_plan::{ChargePlan, LayerCharge, LayerRef};
+use crate::concurrency::SlotState;
 use crate::decision::{Decision, Waiter};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
@@ -182,6 +183,35 @@ impl ChargePlan {
             }
         }
         self.retry_at_ms(context, now_ms)
+    }
+
+    /// What the rules would decide about a request whose counters were peeked at. `admits`: the windows have room. Peeks at the
+    /// slots as well; what a shadow rule has decided before does not matter.
+    #[cold]
+    pub fn decide_peeked(&self, admits: bool, now_ms: u64, context: &mut DecisionContext) -> Decision {
+        let may_wait = |position: PlanPosition| {
+            let compiled = self.rule(position);
+            compiled.rule.delays() && !compiled.waiters.is_full()
+        };
+        self.peek_slots(context);
+        let result = &mut context.result;
+        for usage in result.concurrency.iter_mut().filter(|usage| usage.remaining() == 0) {
+            usage.state = if may_wait(usage.rule) { SlotState::Waited } else { SlotState::Full };
+        }
+        if result.concurrency.iter().any(|usage| usage.state == SlotState::Full) {
+            return Decision::Refused;
+        }
+        if admits {
+            return Decision::Admitted;
+        }
+        let mut full = context.result.charges.iter().filter(|charge| charge.is_full);
+        match self.admission_times(self.time(now_ms), context) {
+            Some(admission_times) if full.all(|charge| may_wait(charge.layer.position)) => {
+                let until_ms = admission_times.iter().copied().max().unwrap_or(now_ms);
+                Decision::Delayed { until_ms, waiter: None, recharge: Vec::new() }
+            }
+            Some(_) | None => Decision::Refused,
+        }
     }
 
     /// Lets a refused request consume the remaining tokens, in layers of rules that count refusals.

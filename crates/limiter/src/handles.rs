@@ -52,6 +52,11 @@ impl VariantId {
     pub const DEFAULT: VariantId = VariantId(0);
 }
 
+impl PlanPosition {
+    /// The first rule of a plan.
+    pub const FIRST: PlanPosition = PlanPosition(0);
+}
+
 impl WindowsId {
     /// The first windows of a rule set.
     pub const FIRST: WindowsId = WindowsId(0);

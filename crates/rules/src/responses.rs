@@ -19,10 +19,11 @@ use transom_http::http1_head::{self, Framing};
 use transom_http::request_id::{RequestId, X_REQUEST_ID};
 
 use transom_config::response_body::{Body, RefusalVariable, split_refusal_variables};
-use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
+use transom_limiter::charge_plan::{LayerCharge, LayerRef};
 use transom_limiter::concurrency::{ConcurrencyUsage, SlotState};
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::{IdVec, RuleId};
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
+use transom_limiter::verdict::{Verdicts, WindowVerdict};
 use transom_limiter::window_kind::{AcquireRequest, Usage};
 
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
@@ -197,8 +198,7 @@ pub struct RefusalResponse {
 /// attack does little else: `text` is scratch memory, `headers` is the map of the request, used again.
 #[allow(clippy::too_many_arguments, reason = "two of them are scratch memory")]
 pub fn refusal_response(
-    charge_plan: &ChargePlan,
-    context: &DecisionContext,
+    verdicts: Verdicts<'_>,
     templates: &IdVec<RuleId, RefusalTemplate>,
     now_ms: u64,
     fields: RateLimitFields,
@@ -206,46 +206,43 @@ pub fn refusal_response(
     text: &mut Vec<u8>,
     mut headers: HeaderMap,
 ) -> RefusalResponse {
-    let rule_set = charge_plan.rule_set();
-    let full = || context.result.charges.iter().filter(|charge| charge.is_full);
     let without_slot = || {
-        let full = context.result.concurrency.iter().filter(|usage| usage.state == SlotState::Full);
-        full.map(|usage| charge_plan.rules()[usage.rule])
+        let full = verdicts.slots().iter().filter(|usage| usage.state == SlotState::Full);
+        full.map(|usage| verdicts.of_rule(usage.rule))
     };
-    // When the layer that blocks longest is available, its rule, and the layer; `None` if never, for a request of this cost. A
-    // slot may become free at any time, and is no layer.
-    let first_rule = || charge_plan.rules().as_slice()[0];
-    let mut longest = (Some(0), without_slot().next().unwrap_or_else(first_rule), None);
-    for charge in full() {
-        let layer = charge.layer.id;
-        let available_ms = rule_set.available_at_ms(charge, layer, now_ms);
+    // When the window that blocks longest has room; `None` if never, for a request of this cost. A slot may become free at any
+    // time, and has no window.
+    let mut longest: (Option<u64>, Option<WindowVerdict<'_>>) = (Some(0), None);
+    for window in verdicts.full_windows() {
+        let available_ms = window.available_at_ms(now_ms);
         if longest.0.is_some_and(|longest_ms| available_ms.is_none_or(|available_ms| available_ms > longest_ms)) {
-            longest = (available_ms, layer.rule, Some(layer));
+            longest = (available_ms, Some(window));
         }
     }
-    let template = &templates[longest.1];
-    let retry_ms = charge_plan.retry_at_ms(context, now_ms);
+    let longest = longest.1;
+    let position = match longest {
+        Some(window) => window.layer().position,
+        None => without_slot().next().map_or(PlanPosition::FIRST, |verdict| verdict.position),
+    };
+    let verdict = verdicts.of_rule(position);
+    let template = &templates[verdict.rule_id()];
+    let retry_ms = verdicts.retry_at_ms(now_ms);
     let jitter_s = if template.retry_jitter_s > 0 { fastrand::u64(..=template.retry_jitter_s) } else { 0 };
     let retry_after_s = retry_ms.map(|retry_ms| seconds_until(retry_ms, now_ms).max(1) + jitter_s);
     let (content_type, body) = match &template.body {
         RefusalBody::Custom { content_type, body } => (content_type.clone(), body.clone()),
         RefusalBody::Template(body) => {
-            let full_rule = &rule_set.rules[longest.1];
-            let slots = || {
-                let mut usages = context.result.concurrency.iter();
-                usages.find(|usage| charge_plan.rules()[usage.rule] == longest.1).map_or(0, |usage| usage.limit)
-            };
+            let rule = verdict.rule();
             let values = RefusalValues {
                 retry_after_s,
-                // A lock-out, which is in no variant, admits nothing.
-                limit: longest.2.map_or_else(slots, |layer| match full_rule.layer(layer) {
-                    layer if layer.is_penalty() => 0,
-                    layer => layer.request.limit,
-                }),
-                window: longest
-                    .2
-                    .map_or(full_rule.concurrent_name().unwrap_or_default(), |layer| full_rule.layer_name(layer)),
-                rule: &full_rule.rule.name,
+                limit: match longest {
+                    // A lock-out, which is in no variant, admits nothing.
+                    Some(window) if window.is_penalty() => 0,
+                    Some(window) => window.limit(),
+                    None => verdict.slots().map_or(0, |usage| usage.limit),
+                },
+                window: longest.map_or(rule.concurrent_name().unwrap_or_default(), WindowVerdict::name),
+                rule: &rule.rule.name,
                 request_id: request_id.map(RequestId::to_value),
             };
             body.write(&values, text);
@@ -254,8 +251,8 @@ pub fn refusal_response(
         RefusalBody::Problem { retryable, never } => {
             text.clear();
             text.extend_from_slice(if retry_after_s.is_some() { retryable } else { never });
-            let layers = full().map(|charge| charge_plan.rule_of(charge.layer).layer_name(charge.layer.id));
-            let names = layers.chain(without_slot().filter_map(|rule| rule_set.rules[rule].concurrent_name()));
+            let windows = verdicts.full_windows().map(WindowVerdict::name);
+            let names = windows.chain(without_slot().filter_map(|verdict| verdict.rule().concurrent_name()));
             for (i, name) in names.enumerate() {
                 // The configuration check allows no name that needs an escape.
                 text.extend_from_slice(if i == 0 { b"\"" } else { b", \"" });

@@ -27,7 +27,7 @@ use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::slot_decision::SlotsResult;
 use transom_limiter::table::Table;
-use transom_limiter::verdict::Verdict;
+use transom_limiter::verdict::{Outcome, WindowVerdict};
 use transom_limiter::waiter_limit::WaiterSlot;
 use transom_limiter::window::Window;
 use transom_rules::RouteRulesId;
@@ -378,29 +378,25 @@ impl Scenario {
     /// Counts a decision for each rule.
     fn count(&mut self, now_ms: u64, request: &Request, decision: &Decision, label: &dyn Fn(PlanPosition) -> String) {
         let Scenario { rule_set, rules, context, charge_plans, .. } = self;
-        let result = &context.result;
-        let full = |position| context.charges_of_rule(position).filter(|charge| charge.is_full);
-        let is_refused = matches!(decision, Decision::Refused);
-        let charge_plan = &charge_plans[request.rules_id];
-        for (position, rule) in charge_plan.rules().enumerate() {
-            let counts = &mut rules[*rule];
+        let verdicts = charge_plans[request.rules_id].verdicts(context, decision);
+        for verdict in verdicts.rules() {
+            let (position, rule) = (verdict.position, verdict.rule());
+            let counts = &mut rules[verdict.rule_id()];
             let Some(keyed_request) = request.settled(position) else {
                 counts.not_counted += 1;
                 continue;
             };
-            let rule = &rule_set.rules[*rule];
-            let usage = result.concurrency.iter().find(|usage| usage.rule == position);
-            let slot = usage.map(|usage| usage.state);
-            full(position).for_each(|charge| counts.layers[charge.layer.id.position()].full += 1);
-            if matches!(slot, Some(SlotState::Full | SlotState::Shadowed)) {
+            let full = verdict.windows().filter(|window| window.is_full()).map(WindowVerdict::layer);
+            full.for_each(|layer| counts.layers[layer.id.position()].full += 1);
+            if verdict.slots().is_some_and(|usage| matches!(usage.state, SlotState::Full | SlotState::Shadowed)) {
                 counts.slots[keyed_request.variant].full += 1;
             }
-            let (is_full, counter) = match charge_plan.verdict(position, context, decision) {
-                Verdict::Shadowed if !is_refused => (true, &mut counts.shadowed),
-                Verdict::Refused => (true, &mut counts.refused),
-                Verdict::Shadowed | Verdict::RefusedElsewhere => (false, &mut counts.refused_elsewhere),
-                Verdict::Delayed | Verdict::Waited => (false, &mut counts.delayed),
-                Verdict::Admitted | Verdict::NotCounted => (false, &mut counts.admitted),
+            let (is_full, counter) = match verdict.outcome() {
+                Outcome::Shadowed if !verdicts.is_refused() => (true, &mut counts.shadowed),
+                Outcome::Refused => (true, &mut counts.refused),
+                Outcome::Shadowed | Outcome::RefusedElsewhere => (false, &mut counts.refused_elsewhere),
+                Outcome::Delayed | Outcome::Waited => (false, &mut counts.delayed),
+                Outcome::Admitted | Outcome::NotCounted => (false, &mut counts.admitted),
             };
             *counter += 1;
             counts.requests += 1;
@@ -519,7 +515,8 @@ impl Scenario {
             }
             Decision::Delayed { .. } | Decision::Refused => {
                 let mut refusing = None;
-                for layer in self.context.result.charges.iter().filter(|charge| charge.is_full).map(|full| full.layer) {
+                let verdicts = charge_plan.verdicts(&self.context, &Decision::Refused);
+                for layer in verdicts.full_windows().map(WindowVerdict::layer) {
                     let counts = &mut self.rules[layer.id.rule];
                     counts.layers[layer.id.position()].full += 1;
                     // The layers of a rule follow each other.

@@ -4,18 +4,17 @@ use transom_limiter::concurrency::{ConcurrencyUsage, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::handles::{Handle, PlanPosition};
 use transom_limiter::rule::{OnLimit, Rule};
-use transom_limiter::verdict::Verdict::{self, *};
+use transom_limiter::verdict::Outcome::{self, *};
 
 use crate::support::{Gateway, delay, plain, rule};
 
-fn verdicts(gateway: &Gateway<8>, decision: &Decision) -> Vec<Verdict> {
-    let positions = gateway.charge_plan.rules().ids();
-    positions.map(|position| gateway.charge_plan.verdict(position, &gateway.context, decision)).collect()
+fn outcomes(gateway: &Gateway<8>, decision: &Decision) -> Vec<Outcome> {
+    gateway.charge_plan.verdicts(&gateway.context, decision).rules().map(|verdict| verdict.outcome()).collect()
 }
 
 /// Each rule admits one request of a client in a window.
 #[test]
-fn windows_give_each_rule_a_verdict() {
+fn windows_give_each_rule_an_outcome() {
     let shadow = Rule { on_limit: OnLimit::Shadow, ..rule("shadow", vec![plain(1, 100)]) };
     for (on_limit, second) in
         [(OnLimit::Refuse, [Refused, RefusedElsewhere, RefusedElsewhere]), (delay(100), [Delayed, Admitted, Shadowed])]
@@ -24,15 +23,15 @@ fn windows_give_each_rule_a_verdict() {
         let mut gateway = Gateway::with_large_table(&[first, rule("wide", vec![plain(9, 100)]), shadow.clone()]);
         for expected in [[Admitted, Admitted, Admitted], second] {
             let decision = gateway.decide(0, &[Some(1); 3], 0);
-            assert_eq!(verdicts(&gateway, &decision), expected);
+            assert_eq!(outcomes(&gateway, &decision), expected);
         }
         let decision = gateway.decide(1, &[None, Some(1), None], 0);
-        assert_eq!(verdicts(&gateway, &decision), [NotCounted, Admitted, NotCounted]);
+        assert_eq!(outcomes(&gateway, &decision), [NotCounted, Admitted, NotCounted]);
     }
 }
 
 #[test]
-fn slots_give_each_rule_a_verdict() {
+fn slots_give_each_rule_an_outcome() {
     let mut gateway = Gateway::with_large_table(&[rule("r", vec![plain(9, 100)])]);
     for (state, decision, expected) in [
         (SlotState::Free, Decision::Admitted, Admitted),
@@ -44,6 +43,6 @@ fn slots_give_each_rule_a_verdict() {
         gateway.decide(0, &[Some(1)], 0);
         let usage = ConcurrencyUsage { rule: PlanPosition::at(0), limit: 1, in_use: 1, state };
         gateway.context.result.concurrency = vec![usage];
-        assert_eq!(verdicts(&gateway, &decision), [expected], "{state:?}");
+        assert_eq!(outcomes(&gateway, &decision), [expected], "{state:?}");
     }
 }

@@ -14,13 +14,10 @@ use serde_json::{Value, json};
 
 use crate::rate_limit_key::KeyDescription;
 use sketch::{Entry, Sketch};
-use transom_limiter::charge_plan::ChargePlan;
-use transom_limiter::decision::Decision;
-use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::key::{KeyHash, KeyHasher, Seed};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
-use transom_limiter::verdict::Verdict;
+use transom_limiter::verdict::{Outcome, Verdicts};
 
 /// The sketches of the last full period are kept, so that a list is of the last one to two periods.
 const PERIOD_MS: u64 = 30 * 60_000;
@@ -136,21 +133,15 @@ impl TopKeys {
         TopKeys { config_number, rules: rules.map(|rule| keys_of(rule.hash_prefix)).collect() }
     }
 
-    /// Counts the decision on a request by these rules, with its result in `context`. `decided` is the plan that decided, which
-    /// may have other windows than the rules. Returns whether a key needs a name.
+    /// Counts the decision on a request by these rules. The rules that decided, at the same positions, may have had other windows.
+    /// Returns whether a key needs a name.
     #[inline]
-    pub fn count_decision(
-        &self,
-        rules: &IdVec<PlanPosition, RuleId>,
-        decided: &ChargePlan,
-        context: &DecisionContext,
-        decision: &Decision,
-    ) -> bool {
+    pub fn count_decision(&self, rules: &IdVec<PlanPosition, RuleId>, verdicts: Verdicts<'_>) -> bool {
         let mut needs_name = false;
-        for (position, keyed_request) in context.inputs.keyed_requests.enumerate() {
-            if let Some(keyed_request) = keyed_request
-                && let Some(rule) = self.rules.get(rules[position])
-                && let Some(outcome) = outcome_of(decided.verdict(position, context, decision), decision)
+        for verdict in verdicts.rules() {
+            if let Some(keyed_request) = verdict.keyed_request()
+                && let Some(rule) = self.rules.get(rules[verdict.position])
+                && let Some(outcome) = outcome_of(verdict.outcome(), verdicts.is_refused())
             {
                 needs_name |= rule.borrow_mut().count(keyed_request.key, outcome, self.config_number);
             }
@@ -162,10 +153,10 @@ impl TopKeys {
     pub fn name_keys(
         &self,
         rules: &IdVec<PlanPosition, RuleId>,
-        context: &DecisionContext,
+        keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
         name: impl Fn(PlanPosition) -> KeyName,
     ) {
-        for (position, keyed_request) in context.inputs.keyed_requests.enumerate() {
+        for (position, keyed_request) in keyed_requests.enumerate() {
             if let Some(keyed_request) = keyed_request
                 && let Some(rule) = self.rules.get(rules[position])
             {
@@ -207,14 +198,14 @@ impl TopKeys {
     }
 }
 
-/// What is counted of a verdict; `None`: another rule refused the request.
+/// What is counted of an outcome; `None`: another rule refused the request.
 #[inline]
-fn outcome_of(verdict: Verdict, decision: &Decision) -> Option<KeyOutcome> {
-    match verdict {
-        Verdict::Refused => Some(KeyOutcome::Refused),
-        Verdict::Shadowed if !matches!(decision, Decision::Refused) => Some(KeyOutcome::Refused),
-        Verdict::Admitted | Verdict::Delayed | Verdict::Waited => Some(KeyOutcome::Admitted),
-        Verdict::Shadowed | Verdict::NotCounted | Verdict::RefusedElsewhere => None,
+fn outcome_of(outcome: Outcome, is_refused: bool) -> Option<KeyOutcome> {
+    match outcome {
+        Outcome::Refused => Some(KeyOutcome::Refused),
+        Outcome::Shadowed if !is_refused => Some(KeyOutcome::Refused),
+        Outcome::Admitted | Outcome::Delayed | Outcome::Waited => Some(KeyOutcome::Admitted),
+        Outcome::Shadowed | Outcome::NotCounted | Outcome::RefusedElsewhere => None,
     }
 }
 
