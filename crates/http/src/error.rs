@@ -17,6 +17,19 @@ pub enum Side {
     Gateway,
 }
 
+/// The codes of gRPC that responses of the gateway have. Those of errors follow the table of gRPC for HTTP statuses
+/// (`http-grpc-status-mapping.md`), but with the more specific codes for an exceeded limit and for timeouts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum GrpcCode {
+    Unknown = 2,
+    DeadlineExceeded = 4,
+    ResourceExhausted = 8,
+    Unimplemented = 12,
+    Internal = 13,
+    Unavailable = 14,
+    Unauthenticated = 16,
+}
+
 /// Why a request failed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum RequestError {
@@ -129,18 +142,32 @@ struct ErrorKind {
     /// In metrics and in the log.
     name: &'static str,
     side: Side,
+    /// Its phrase is the title of the response.
     status: u16,
+    grpc_code: GrpcCode,
+    log: LogLevel,
     closes_connection: bool,
 }
 
-/// Declares the kinds of [`RequestError`], a row for each: the variant, its name, the side that caused it, the status of the response,
-/// and whether the connection closes after the response.
+/// Whether an error is logged.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum LogLevel {
+    /// With its request only.
+    Quiet,
+    /// Even if requests are not logged.
+    Warning,
+}
+
+/// Declares the kinds of [`RequestError`], a row for each: the variant, its name, the side that caused it, the status of the
+/// response, its gRPC code, how the error is logged, and whether the connection closes after the response.
 macro_rules! error_kinds {
-    ($($variant:ident $name:literal $side:ident $status:literal $closes_connection:literal,)*) => {
+    ($($variant:ident $name:literal $side:ident $status:literal $grpc:ident $log:ident $closes_connection:literal,)*) => {
         const ERROR_KINDS: &[ErrorKind] = &[$(ErrorKind {
             name: $name,
             side: Side::$side,
             status: $status,
+            grpc_code: GrpcCode::$grpc,
+            log: LogLevel::$log,
             closes_connection: $closes_connection,
         }),*];
 
@@ -159,45 +186,45 @@ macro_rules! error_kinds {
 }
 
 error_kinds! {
-    Target             "target"               Client   400 true,
-    Host               "host"                 Client   400 true,
-    Path               "path"                 Client   400 true,
-    Query              "query"                Client   400 true,
-    Framing            "framing"              Client   400 true,
-    HeadTooLarge       "head_too_large"       Client   431 true,
-    TargetTooLong      "target_too_long"      Client   414 true,
-    Malformed          "malformed"            Client   400 true,
-    HeadTimeout        "head_timeout"         Client   408 true,
-    Method             "method"               Client   405 true,
-    Expectation        "expectation"          Client   417 true,
-    NoRoute            "no_route"             Client   404 false,
-    KeyMissing         "key_missing"          Client   400 false,
-    KeyAmbiguous       "key_ambiguous"        Client   400 true,
-    Cost               "cost"                 Client   400 true,
-    Token              "token"                Client   401 false,
-    Body               "body"                 Client   400 true,
-    BodyTimeout        "body_timeout"         Client   408 true,
-    BodyTooSlow        "body_too_slow"        Client   408 true,
-    BodyTooLarge       "body_too_large"       Client   413 true,
-    Stalled            "stalled"              Client   408 true,
-    Connect            "connect"              Upstream 502 false,
-    ConnectTimeout     "connect_timeout"      Upstream 504 false,
-    Upstream           "upstream"             Upstream 502 false,
-    ResponseTimeout    "response_timeout"     Upstream 504 false,
-    Panic              "panic"                Gateway  500 true,
-    Cleartext          "cleartext"            Client   400 true,
-    TooManyConnections "too_many_connections" Client   503 true,
-    RequestTimeout     "request_timeout"      Upstream 504 false,
-    Overloaded         "overloaded"           Upstream 503 false,
-    Protocol           "protocol"             Client   501 false,
-    StoreUnavailable   "store_unavailable"    Gateway  503 false,
-    RouteField         "route_field"          Client   400 true,
-    KeyMalformed       "key_malformed"        Client   400 false,
-    KeyUnknown         "key_unknown"          Client   401 false,
-    HeadIncomplete     "head_incomplete"      Client   499 true,
-    StreamRefused      "stream_refused"       Client   503 false,
-    KeySetUnavailable  "key_set_unavailable"  Gateway  503 false,
-    OriginalRequest    "original_request"     Client   400 true,
+    Target             "target"               Client   400 Internal          Quiet   true,
+    Host               "host"                 Client   400 Internal          Quiet   true,
+    Path               "path"                 Client   400 Internal          Quiet   true,
+    Query              "query"                Client   400 Internal          Quiet   true,
+    Framing            "framing"              Client   400 Internal          Quiet   true,
+    HeadTooLarge       "head_too_large"       Client   431 Unknown           Quiet   true,
+    TargetTooLong      "target_too_long"      Client   414 Unknown           Quiet   true,
+    Malformed          "malformed"            Client   400 Internal          Quiet   true,
+    HeadTimeout        "head_timeout"         Client   408 DeadlineExceeded  Quiet   true,
+    Method             "method"               Client   405 Unknown           Quiet   true,
+    Expectation        "expectation"          Client   417 Unknown           Quiet   true,
+    NoRoute            "no_route"             Client   404 Unimplemented     Quiet   false,
+    KeyMissing         "key_missing"          Client   400 Internal          Quiet   false,
+    KeyAmbiguous       "key_ambiguous"        Client   400 Internal          Quiet   true,
+    Cost               "cost"                 Client   400 Internal          Quiet   true,
+    Token              "token"                Client   401 Unauthenticated   Quiet   false,
+    Body               "body"                 Client   400 Internal          Quiet   true,
+    BodyTimeout        "body_timeout"         Client   408 DeadlineExceeded  Quiet   true,
+    BodyTooSlow        "body_too_slow"        Client   408 DeadlineExceeded  Quiet   true,
+    BodyTooLarge       "body_too_large"       Client   413 ResourceExhausted Quiet   true,
+    Stalled            "stalled"              Client   408 DeadlineExceeded  Quiet   true,
+    Connect            "connect"              Upstream 502 Unavailable       Warning false,
+    ConnectTimeout     "connect_timeout"      Upstream 504 DeadlineExceeded  Warning false,
+    Upstream           "upstream"             Upstream 502 Unavailable       Warning false,
+    ResponseTimeout    "response_timeout"     Upstream 504 DeadlineExceeded  Warning false,
+    Panic              "panic"                Gateway  500 Internal          Warning true,
+    Cleartext          "cleartext"            Client   400 Internal          Quiet   true,
+    TooManyConnections "too_many_connections" Client   503 Unavailable       Quiet   true,
+    RequestTimeout     "request_timeout"      Upstream 504 DeadlineExceeded  Warning false,
+    Overloaded         "overloaded"           Upstream 503 Unavailable       Warning false,
+    Protocol           "protocol"             Client   501 Unknown           Quiet   false,
+    StoreUnavailable   "store_unavailable"    Gateway  503 Unavailable       Warning false,
+    RouteField         "route_field"          Client   400 Internal          Quiet   true,
+    KeyMalformed       "key_malformed"        Client   400 Internal          Quiet   false,
+    KeyUnknown         "key_unknown"          Client   401 Unauthenticated   Quiet   false,
+    HeadIncomplete     "head_incomplete"      Client   499 Unknown           Quiet   true,
+    StreamRefused      "stream_refused"       Client   503 Unavailable       Quiet   false,
+    KeySetUnavailable  "key_set_unavailable"  Gateway  503 Unavailable       Warning false,
+    OriginalRequest    "original_request"     Client   400 Internal          Quiet   true,
 }
 
 impl RequestError {
@@ -219,6 +246,16 @@ impl RequestError {
         self.kind().status
     }
 
+    /// The code for gRPC clients.
+    pub fn grpc_code(&self) -> GrpcCode {
+        self.kind().grpc_code
+    }
+
+    /// Whether the error is logged even if requests are not.
+    pub fn is_logged_as_warning(&self) -> bool {
+        self.kind().log == LogLevel::Warning
+    }
+
     /// Whether the connection closes after the response, because the bytes that follow could be misread.
     pub fn closes_connection(&self) -> bool {
         self.kind().closes_connection
@@ -232,11 +269,6 @@ impl RequestError {
             self,
             RequestError::Body | RequestError::BodyTimeout | RequestError::BodyTooSlow | RequestError::BodyTooLarge(_)
         )
-    }
-
-    /// Whether the error is logged even if requests are not.
-    pub fn is_logged_as_warning(&self) -> bool {
-        self.side() != Side::Client
     }
 
     /// The message for the log, with details that the client does not get.

@@ -14,7 +14,7 @@ use jiff::fmt::rfc2822::DateTimePrinter;
 
 use super::RouteRulesId;
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
-use transom_http::error::{DecisionError, RequestError};
+use transom_http::error::{DecisionError, GrpcCode, RequestError};
 use transom_http::http1_head::{self, Framing};
 use transom_http::request_id::{RequestId, X_REQUEST_ID};
 
@@ -381,11 +381,8 @@ impl ErrorFormat {
             ErrorFormat::Http => response,
             ErrorFormat::Grpc => {
                 let is_retryable = response.headers().contains_key(header::RETRY_AFTER);
-                to_grpc(
-                    response,
-                    StatusCode::TOO_MANY_REQUESTS,
-                    if is_retryable { QUOTA_EXCEEDED } else { QUOTA_TOO_SMALL },
-                )
+                let message = if is_retryable { QUOTA_EXCEEDED } else { QUOTA_TOO_SMALL };
+                to_grpc(response, GrpcCode::ResourceExhausted, message)
             }
         }
     }
@@ -395,49 +392,25 @@ impl ErrorFormat {
         let response = error_response(error);
         match self {
             ErrorFormat::Http => response,
-            ErrorFormat::Grpc => {
-                let status = response.status();
-                to_grpc(response, status, &error.to_string())
-            }
+            ErrorFormat::Grpc => to_grpc(response, error.grpc_code(), &error.to_string()),
         }
     }
 }
 
 /// Converts a response to the form that gRPC calls `Trailers-Only`: a head that ends the stream.
-fn to_grpc(mut response: LocalResponse, status: StatusCode, message: &str) -> LocalResponse {
-    let (code, message) = (grpc_status(status), encode_grpc_message(message));
+fn to_grpc(mut response: LocalResponse, code: GrpcCode, message: &str) -> LocalResponse {
+    let message = encode_grpc_message(message);
     *response.body_mut() = Bytes::new();
     *response.status_mut() = StatusCode::OK;
     let headers = response.headers_mut();
     headers.remove(header::CONTENT_LENGTH);
     headers.remove(header::CONNECTION);
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-    headers.insert(HeaderName::from_static("grpc-status"), number(code));
+    headers.insert(HeaderName::from_static("grpc-status"), number(code as u64));
     if let Ok(message) = HeaderValue::from_str(&message) {
         headers.insert(HeaderName::from_static("grpc-message"), message);
     }
     response
-}
-
-/// The gRPC status of an HTTP status: the table of gRPC (`http-grpc-status-mapping.md`), but with the more specific codes
-/// for an exceeded limit and for timeouts.
-fn grpc_status(status: StatusCode) -> u64 {
-    match status {
-        // RESOURCE_EXHAUSTED
-        StatusCode::TOO_MANY_REQUESTS | StatusCode::PAYLOAD_TOO_LARGE => 8,
-        // DEADLINE_EXCEEDED
-        StatusCode::GATEWAY_TIMEOUT | StatusCode::REQUEST_TIMEOUT => 4,
-        // UNAVAILABLE
-        StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE => 14,
-        // UNAUTHENTICATED, PERMISSION_DENIED, UNIMPLEMENTED
-        StatusCode::UNAUTHORIZED => 16,
-        StatusCode::FORBIDDEN => 7,
-        StatusCode::NOT_FOUND => 12,
-        // INTERNAL
-        StatusCode::BAD_REQUEST | StatusCode::INTERNAL_SERVER_ERROR => 13,
-        // UNKNOWN
-        _ => 2,
-    }
 }
 
 /// Percent-encodes everything other than spaces and visible ASCII, and the percent sign.
