@@ -7,8 +7,6 @@ use std::fmt;
 
 use http::HeaderName;
 
-use transom_jwt::token::TokenError;
-
 /// The side that caused an error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Side {
@@ -95,8 +93,8 @@ pub enum RequestError {
         field: String,
         max: u32,
     },
-    /// The token is invalid, and a key consists of one of its claims.
-    Token(TokenError),
+    /// The token is invalid, for this reason, and a key consists of one of its claims.
+    Token(&'static str),
     /// The request body is incomplete or malformed.
     Body,
     /// The client stopped sending the body.
@@ -296,6 +294,7 @@ impl fmt::Display for RequestError {
             | RequestError::Path(message)
             | RequestError::Query(message)
             | RequestError::Framing(message)
+            | RequestError::Token(message)
             | RequestError::Protocol(message) => f.write_str(message),
             RequestError::HeadTooLarge => f.write_str("the head of the request is too large"),
             RequestError::TargetTooLong => f.write_str("the request target is too long"),
@@ -324,7 +323,6 @@ impl fmt::Display for RequestError {
             }
             RequestError::KeyUnknown { part, .. } => write!(f, "the value of `{part}` is not known here"),
             RequestError::Cost { field, max, .. } => write!(f, "`{field}` is not one whole number from 0 to {max}"),
-            RequestError::Token(error) => write!(f, "{error}"),
             RequestError::Body => f.write_str("the body of the request is incomplete or malformed"),
             RequestError::BodyTimeout => f.write_str("the body of the request took too long"),
             RequestError::BodyTooSlow => f.write_str("the body of the request arrives too slowly"),
@@ -339,7 +337,9 @@ impl fmt::Display for RequestError {
             RequestError::RequestTimeout => f.write_str("the request took too long"),
             RequestError::Overloaded => f.write_str("the upstream has too many requests at the moment"),
             RequestError::StoreUnavailable => f.write_str("the limits cannot be checked at the moment"),
-            RequestError::KeySetUnavailable => write!(f, "{}", TokenError::KeysUnavailable),
+            RequestError::KeySetUnavailable => {
+                f.write_str("the keys that verify tokens are not available at the moment")
+            }
             RequestError::Panic => f.write_str("the gateway failed on this request"),
         }
     }

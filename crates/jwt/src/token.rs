@@ -3,7 +3,6 @@
 //! The header of a token is not trusted: its algorithm and key id only select among the configured keys, each of which
 //! has one algorithm. The payload is parsed after the signature is verified.
 
-use std::fmt;
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -46,9 +45,10 @@ pub enum TokenError {
     KeysUnavailable,
 }
 
-impl fmt::Display for TokenError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl TokenError {
+    /// The reason, for the client.
+    pub fn reason(self) -> &'static str {
+        match self {
             TokenError::Malformed => "the token is malformed",
             TokenError::CriticalExtension => "the token needs an extension that is not known here",
             TokenError::UnknownKey => "the token is not signed with a key and an algorithm that are trusted here",
@@ -59,7 +59,7 @@ impl fmt::Display for TokenError {
             TokenError::Issuer => "the token's issuer is not trusted here",
             TokenError::Audience => "the token is meant for another audience",
             TokenError::KeysUnavailable => "the keys that verify tokens are not available at the moment",
-        })
+        }
     }
 }
 

@@ -346,7 +346,7 @@ impl RuleKey {
             KeyError::NotPrintable | KeyError::MalformedCredentials => RequestError::KeyMalformed { rule, part },
             KeyError::Unknown => RequestError::KeyUnknown { rule, part },
             KeyError::Token(TokenError::KeysUnavailable) => RequestError::KeySetUnavailable,
-            KeyError::Token(error) => RequestError::Token(error),
+            KeyError::Token(error) => RequestError::Token(error.reason()),
         }
     }
 }
