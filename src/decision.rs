@@ -176,7 +176,7 @@ pub struct DecisionService {
 #[derive(Debug)]
 struct ServedRule {
     hashers: KeyHashers,
-    key_text: KeyTextFormat,
+    store_key: KeyTextFormat,
     overrides: Option<Arc<Overrides>>,
     /// The parts of the key that name clients.
     client_parts: Vec<ClientPart>,
@@ -201,7 +201,7 @@ pub struct KeyedRule {
     /// Whether the rule refuses the key.
     pub is_refused: bool,
     /// The key in the shared store; `None` if the rule is not shared.
-    pub key_text: Option<Rc<str>>,
+    pub store_key: Option<Rc<str>>,
 }
 
 impl KeyedRule {
@@ -227,7 +227,7 @@ impl DecisionService {
     ) -> DecisionService {
         let served = |(rule, compiled): (&CompiledRule, &Option<Arc<Overrides>>)| ServedRule {
             hashers: KeyHashers::new(rule, seed, None),
-            key_text: KeyTextFormat::new(&rule.rule, &rule.rule.key, false),
+            store_key: KeyTextFormat::new(&rule.rule, &rule.rule.key, false),
             overrides: compiled.clone(),
             client_parts: Vec::new(),
             client_check: None,
@@ -328,7 +328,7 @@ impl DecisionService {
             charge_plan: &charge_plan,
             keyed_requests: keyed_requests().collect(),
             reserve: query.reserve,
-            key_texts: rules.map(|rule| rule.key_text.clone()),
+            store_keys: rules.map(|rule| rule.store_key.clone()),
         };
         let decided = counters.decide_query(&key_query, is_check).await;
         let (decision, context) = decided.map_err(|Unavailable| DecisionError::StoreUnavailable)?;
@@ -381,7 +381,7 @@ impl DecisionService {
                 charge_plan: &charge_plan,
                 keyed_requests: IdVec::from([Some(keyed_request)]),
                 reserve: query.reserve,
-                key_texts: IdVec::from([rule.key_text.clone()]),
+                store_keys: IdVec::from([rule.store_key.clone()]),
             };
             let state = match query.operation {
                 Operation::Reset => counters.reset(&key_query).await,
@@ -435,7 +435,7 @@ impl DecisionService {
         if top_keys.count_decision(configured.rules(), verdicts) {
             let name = |position| KeyName {
                 description: self.describe_key(rule(position).rule, key(position), readable_digester),
-                store_key: rule(position).key_text.clone(),
+                store_key: rule(position).store_key.clone(),
                 has_own_windows: has_own_windows(position),
             };
             top_keys.name_keys(configured.rules(), verdicts.keyed_requests(), name);
@@ -476,7 +476,7 @@ impl DecisionService {
             rule,
             keyed_request: listed.keyed_request.map(|request| KeyedRequest { cost, ..request }),
             is_refused: false,
-            key_text: listed.store_key.as_deref().map(Rc::from),
+            store_key: listed.store_key.as_deref().map(Rc::from),
         }
     }
 
@@ -516,17 +516,17 @@ impl DecisionService {
             KeyTreatment::Refused => (None, true),
         };
         let is_shared = uses_store && self.rule_set.rules[rule].rule.sharing != Sharing::Local;
-        let key_text = self.digester.as_ref().filter(|_| is_shared).and_then(|digester| {
+        let store_key = self.digester.as_ref().filter(|_| is_shared).and_then(|digester| {
             let mut text = String::new();
-            let written = self.rules[rule].key_text.write_values(values.key, digester, &mut text);
+            let written = self.rules[rule].store_key.write_values(values.key, digester, &mut text);
             written.then(|| text.into())
         });
-        Ok(KeyedRule { rule, keyed_request, is_refused, key_text })
+        Ok(KeyedRule { rule, keyed_request, is_refused, store_key })
     }
 
     /// The key of a query, as of a request with that key.
     fn describe_key<K: AsRef<str>>(&self, rule: RuleId, key: &[K], digester: &KeyDigester) -> KeyDescription {
-        let (served, parts) = (&self.rules[rule].key_text, &self.rule_set.rules[rule].rule.key);
+        let (served, parts) = (&self.rules[rule].store_key, &self.rule_set.rules[rule].rule.key);
         let mut client = None;
         let describe = |(position, part): (usize, &KeyPart)| {
             let value = key.get(position).map_or("", K::as_ref);

@@ -225,16 +225,16 @@ impl Gateway {
         gateway.start_health_checks(&upstream_health)?;
         let published_keys = gateway.fetch_key_set(&config, former.key_set)?;
         let rule_set = RuleSet::new(config.limiter_rules(), counters.seed, None);
-        let compiled = ServedConfig::new(config, counters.seed, rule_set, upstream_health, published_keys);
-        gateway.rule_set = Some(Arc::clone(&compiled.rule_set));
-        gateway.serve_decisions(&compiled);
+        let served = ServedConfig::new(config, counters.seed, rule_set, upstream_health, published_keys);
+        gateway.rule_set = Some(Arc::clone(&served.rule_set));
+        gateway.serve_decisions(&served);
         let (queries, query_inboxes) = (0..workers).map(|_| unbounded_channel()).unzip();
         gateway.history.lock().unwrap_or_else(PoisonError::into_inner).restore(&former.history);
         gateway.start_admin(queries, &mut inherited)?;
         if let Some(address) = inherited.unused_address() {
             return Err(StartError::Inherited(address));
         }
-        gateway.start_workers(opened.by_worker, query_inboxes, &compiled)?;
+        gateway.start_workers(opened.by_worker, query_inboxes, &served)?;
         // Started last, so that a failed start leaves the snapshot unchanged.
         let meter = SnapshotMetrics::new(&gateway.registry);
         let snapshot_writer = BackgroundWriter::start(counters, clock, &gateway.config.counters, meter);
@@ -247,17 +247,17 @@ impl Gateway {
         &mut self,
         by_worker: Vec<Vec<WorkerListener>>,
         query_inboxes: Vec<UnboundedReceiver<TopKeysQuery>>,
-        compiled: &Arc<ServedConfig>,
+        served: &Arc<ServedConfig>,
     ) -> Result<(), StartError> {
         for (id, (worker_listeners, queries)) in by_worker.into_iter().zip(query_inboxes).enumerate() {
             let (commands, inbox) = unbounded_channel();
             let (shared_by_workers, clock) = (self.shared_by_workers.clone(), self.clock.clone());
-            let (compiled, outputs) = (Arc::clone(compiled), self.outputs.clone());
+            let (served, outputs) = (Arc::clone(served), self.outputs.clone());
             let (registry, listener_config) = (Arc::clone(&self.registry), Arc::clone(&self.listener_config));
             let (connection_limit, ready) = (Arc::clone(&self.connection_limit), self.ready.subscribe());
             let run = move || {
                 let worker =
-                    Rc::new(WorkerState::new(id, shared_by_workers, clock, Arc::clone(&registry), compiled, outputs));
+                    Rc::new(WorkerState::new(id, shared_by_workers, clock, Arc::clone(&registry), served, outputs));
                 let listener_context = ListenerContext::new(worker, connection_limit, listener_config, ready);
                 let listener_context = Rc::new(listener_context);
                 let listeners = worker_listeners.into_iter().map(|worker_listener| {
@@ -403,11 +403,11 @@ impl Gateway {
         if let Err(error) = self.start_health_checks(&upstream_health) {
             tracing::error!(%error, "upstream servers are not checked");
         }
-        let compiled = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, published_keys);
-        self.rule_set = Some(Arc::clone(&compiled.rule_set));
-        self.serve_decisions(&compiled);
+        let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, published_keys);
+        self.rule_set = Some(Arc::clone(&served.rule_set));
+        self.serve_decisions(&served);
         self.send_to_workers(|| {
-            WorkerCommand::Reload(Arc::clone(&compiled), Arc::clone(&self.listener_config), self.outputs.clone())
+            WorkerCommand::Reload(Arc::clone(&served), Arc::clone(&self.listener_config), self.outputs.clone())
         });
         Ok(())
     }
@@ -558,10 +558,9 @@ impl Gateway {
     }
 
     /// Lets the decision API use a configuration.
-    fn serve_decisions(&self, compiled: &Arc<ServedConfig>) {
-        let metrics =
-            DecisionMetrics::new(&self.registry, self.workers, "api", &compiled.decision_service.limit_names());
-        self.decision_api.send_replace(Some(Arc::new(DecisionApi { compiled: Arc::clone(compiled), metrics })));
+    fn serve_decisions(&self, served: &Arc<ServedConfig>) {
+        let metrics = DecisionMetrics::new(&self.registry, self.workers, "api", &served.decision_service.limit_names());
+        self.decision_api.send_replace(Some(Arc::new(DecisionApi { served: Arc::clone(served), metrics })));
     }
 
     /// Opens an address of the admin thread, or takes its socket from `inherited`. Returns it with the bound address.

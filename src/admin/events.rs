@@ -272,7 +272,7 @@ fn upstreams_with_requests(state: &AdminState) -> Value {
 /// The state of the shared store; null without one.
 fn shared_store(state: &AdminState) -> Value {
     let decision_api = state.decision_api.borrow();
-    let shared = decision_api.as_ref().and_then(|decision_api| decision_api.compiled.config.counters.shared.as_ref());
+    let shared = decision_api.as_ref().and_then(|decision_api| decision_api.served.config.counters.shared.as_ref());
     let Some(shared) = shared else { return Value::Null };
     let registry = &state.registry;
     let mut calls = json!({});
@@ -296,7 +296,7 @@ async fn top_keys(state: &AdminState) -> Value {
     let Some(decision_api) = decision_api else { return Value::Null };
     let mut lists = json!({});
     for outcome in KeyOutcome::ALL {
-        match TopQuery::of_all_rules(outcome, TOP_KEYS).list(state, &decision_api.compiled).await {
+        match TopQuery::of_all_rules(outcome, TOP_KEYS).list(state, &decision_api.served).await {
             Ok(mut listed) => lists[outcome.name()] = listed["rules"].take(),
             Err(_off) => return Value::Null,
         }
@@ -306,7 +306,7 @@ async fn top_keys(state: &AdminState) -> Value {
 
 /// What changes at a reload only.
 fn configuration(state: &AdminState, decision_api: &DecisionApi) -> Value {
-    let config = &decision_api.compiled.config;
+    let config = &decision_api.served.config;
     let routes = config.routes.iter().take(DESCRIBED_MAX).map(|route| {
         let rules = route.rules.iter().map(|rule| config.rules[*rule].name.as_str());
         json!({

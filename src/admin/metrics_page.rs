@@ -22,7 +22,7 @@ pub fn response(state: &AdminState, fields: &HeaderMap) -> LocalResponse {
     state.registry.remove_unused();
     let mut readings: Vec<Reading> = process::readings().into_iter().chain(readings(state)).collect();
     if let Some(decision_api) = &*state.decision_api.borrow() {
-        decision_api.compiled.config.rules.iter().for_each(|rule| add_limits(rule, &mut readings));
+        decision_api.served.config.rules.iter().for_each(|rule| add_limits(rule, &mut readings));
     }
     let format = accepted::format(fields);
     let page = render(&state.registry, NAMES, &readings, format);

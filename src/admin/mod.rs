@@ -119,7 +119,7 @@ pub enum AdminScope {
 
 /// What the decision API uses under one configuration.
 pub struct DecisionApi {
-    pub compiled: Arc<ServedConfig>,
+    pub served: Arc<ServedConfig>,
     pub metrics: DecisionMetrics,
 }
 
@@ -148,14 +148,14 @@ type AdminBody = Either<Full<Bytes>, EventBody>;
 
 impl AdminState {
     /// The keys of the decision API, by the rules of a configuration.
-    fn top_keys(&self, compiled: &Arc<ServedConfig>) -> Rc<TopKeys> {
+    fn top_keys(&self, served: &Arc<ServedConfig>) -> Rc<TopKeys> {
         let mut current = self.top_keys.borrow_mut();
         match &*current {
-            Some((known, top_keys)) if Arc::ptr_eq(known, compiled) => Rc::clone(top_keys),
+            Some((known, top_keys)) if Arc::ptr_eq(known, served) => Rc::clone(top_keys),
             former => {
                 let former = former.as_ref().map(|(_, top_keys)| &**top_keys);
-                let top_keys = Rc::new(TopKeys::new(&compiled.counted_rules(), self.clock.now().unix_ms, former));
-                *current = Some((Arc::clone(compiled), Rc::clone(&top_keys)));
+                let top_keys = Rc::new(TopKeys::new(&served.counted_rules(), self.clock.now().unix_ms, former));
+                *current = Some((Arc::clone(served), Rc::clone(&top_keys)));
                 top_keys
             }
         }
@@ -168,10 +168,10 @@ impl AdminState {
 
     /// Whether requests can be served, or why not.
     fn readiness(&self) -> Result<(), &'static str> {
-        let compiled = self.decision_api.borrow().as_ref().map(|api| Arc::clone(&api.compiled));
-        match compiled {
+        let served = self.decision_api.borrow().as_ref().map(|api| Arc::clone(&api.served));
+        match served {
             _ if self.is_draining() => Err("draining\n"),
-            Some(compiled) if !compiled.was_key_set_tried() => Err("the key set of `[jwt]` is being fetched\n"),
+            Some(served) if !served.was_key_set_tried() => Err("the key set of `[jwt]` is being fetched\n"),
             _ => Ok(()),
         }
     }
@@ -180,7 +180,7 @@ impl AdminState {
     fn overflow_total(&self) -> u64 {
         let table = &self.counters.table;
         let decision_api = self.decision_api.borrow();
-        let concurrency = decision_api.as_ref().map_or(0, |api| api.compiled.rule_set.concurrency.overflows_total());
+        let concurrency = decision_api.as_ref().map_or(0, |api| api.served.rule_set.concurrency.overflows_total());
         table.overflow_charges_total() + table.overflow_refused_total() + concurrency
     }
 
@@ -374,7 +374,7 @@ async fn call_api(state: &AdminState, call: ApiCall, request: Request<Incoming>)
     let Some(decision_api) = decision_api else { return responses::not_ready_response(String::from("starting\n")) };
     let response = match call {
         ApiCall::Decide(operation) => decide(state, &decision_api, operation, &text).await,
-        ApiCall::Explain => explain(state, &decision_api.compiled, &text, wants_text).await,
+        ApiCall::Explain => explain(state, &decision_api.served, &text, wants_text).await,
     };
     response.unwrap_or_else(|error| responses::decision_error_response(&error))
 }
@@ -387,24 +387,24 @@ async fn decide(
 ) -> Result<LocalResponse, DecisionError> {
     let (mut query, id) = decision_json::parse(operation, text)?;
     if let (Some(id), [RuleQuery { rule, key, .. }]) = (id, &mut query.rules[..]) {
-        *key = QueryKey::Listed(top_query::find(state, &decision_api.compiled, rule, id).await?);
+        *key = QueryKey::Listed(top_query::find(state, &decision_api.served, rule, id).await?);
     }
-    let DecisionApi { compiled, metrics } = decision_api;
-    let (top_keys, readable_digester) = (&*state.top_keys(compiled), &*compiled.readable_digester);
+    let DecisionApi { served, metrics } = decision_api;
+    let (top_keys, readable_digester) = (&*state.top_keys(served), &*served.readable_digester);
     let outputs = DecisionOutputs { metrics, top_keys, readable_digester };
-    let outcome = compiled.decision_service.decide(&query, &state.counter_access, outputs).await?;
+    let outcome = served.decision_service.decide(&query, &state.counter_access, outputs).await?;
     Ok(responses::json_response(format!("{}\n", decision_json::render(&query, &outcome))))
 }
 
 /// `POST /v1/explain`: JSON, or the text that `transom explain` prints.
 async fn explain(
     state: &AdminState,
-    compiled: &ServedConfig,
+    served: &ServedConfig,
     text: &[u8],
     wants_text: bool,
 ) -> Result<LocalResponse, DecisionError> {
     let question = Question::from_json(text).map_err(DecisionError::Malformed)?;
-    let explanation = explain::explain(compiled, &question, &state.counter_access, true).await;
+    let explanation = explain::explain(served, &question, &state.counter_access, true).await;
     Ok(match wants_text {
         true => responses::text_response(explanation.to_string()),
         false => responses::json_response(format!("{}\n", explanation.to_json())),
@@ -443,7 +443,7 @@ async fn busiest_keys(state: &AdminState, query: &str) -> LocalResponse {
     let decision_api = state.decision_api.borrow().clone();
     let Some(decision_api) = decision_api else { return responses::not_ready_response(String::from("starting\n")) };
     let listed = match TopQuery::parse(query) {
-        Ok(query) => query.list(state, &decision_api.compiled).await,
+        Ok(query) => query.list(state, &decision_api.served).await,
         Err(error) => Err(error),
     };
     match listed {

@@ -58,16 +58,16 @@ impl TopQuery {
     }
 
     /// The lists of all workers and of the decision API, merged, as JSON.
-    pub async fn list(&self, state: &AdminState, compiled: &Arc<ServedConfig>) -> Result<Value, DecisionError> {
-        if compiled.config.admin.top_keys == 0 {
+    pub async fn list(&self, state: &AdminState, served: &Arc<ServedConfig>) -> Result<Value, DecisionError> {
+        if served.config.admin.top_keys == 0 {
             return Err(DecisionError::TopKeysOff);
         }
         let is_listed = |rule: &&CompiledRule| self.rule.as_ref().is_none_or(|name| rule.rule.name == *name);
-        let rules: Vec<&CompiledRule> = compiled.rule_set.rules.iter().filter(is_listed).collect();
+        let rules: Vec<&CompiledRule> = served.rule_set.rules.iter().filter(is_listed).collect();
         if let (Some(name), []) = (&self.rule, &rules[..]) {
             return Err(DecisionError::UnknownRule(name.chars().take(64).collect()));
         }
-        let snapshots = snapshots(self.outcome, state, compiled, &rules).await;
+        let snapshots = snapshots(self.outcome, state, served, &rules).await;
         let now_ms = state.clock.now().unix_ms;
         let lists = rules.iter().zip(snapshots).map(|(rule, snapshots)| {
             let list = TopList::merge(&snapshots, now_ms, self.limit);
@@ -85,18 +85,18 @@ impl TopQuery {
 /// same each time.
 pub async fn find(
     state: &AdminState,
-    compiled: &Arc<ServedConfig>,
+    served: &Arc<ServedConfig>,
     rule: &str,
     id: u64,
 ) -> Result<Arc<ListedKey>, DecisionError> {
-    if compiled.config.admin.top_keys == 0 {
+    if served.config.admin.top_keys == 0 {
         return Err(DecisionError::TopKeysOff);
     }
-    let compiled_rule = &compiled.rule_set.rules[compiled.decision_service.rule(rule)?];
-    let (rule, config_number) = (compiled_rule.hash_prefix, compiled.number);
+    let compiled_rule = &served.rule_set.rules[served.decision_service.rule(rule)?];
+    let (rule, config_number) = (compiled_rule.hash_prefix, served.number);
     let (reply, mut replies) = unbounded_channel();
     state.ask_workers(TopKeysQuery::Find { rule, id, config_number, reply });
-    let own = state.top_keys(compiled).find(rule, id, config_number, state.clock.now().unix_ms);
+    let own = state.top_keys(served).find(rule, id, config_number, state.clock.now().unix_ms);
     let mut found = Vec::from_iter(own);
     // Ends when every worker has dropped its query; a worker that is busy for long is not waited for.
     let receive = async {
@@ -113,13 +113,13 @@ pub async fn find(
 async fn snapshots(
     outcome: KeyOutcome,
     state: &AdminState,
-    compiled: &Arc<ServedConfig>,
+    served: &Arc<ServedConfig>,
     rules: &[&CompiledRule],
 ) -> Vec<Vec<Snapshot>> {
     let (reply, mut replies) = unbounded_channel();
     let prefixes = rules.iter().map(|rule| rule.hash_prefix).collect();
     state.ask_workers(TopKeysQuery::List { outcome, rules: prefixes, reply });
-    let (top_keys, now_ms) = (state.top_keys(compiled), state.clock.now().unix_ms);
+    let (top_keys, now_ms) = (state.top_keys(served), state.clock.now().unix_ms);
     let own = |rule: &&CompiledRule| top_keys.snapshot(rule.hash_prefix, outcome, now_ms).into_iter().collect();
     let mut snapshots: Vec<Vec<Snapshot>> = rules.iter().map(own).collect();
     // Ends when every worker has dropped its query.

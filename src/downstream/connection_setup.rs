@@ -139,7 +139,7 @@ async fn set_up(
 ) -> Result<(IoStream, ConnectionInfo, Protocol), SetupError> {
     let worker = &listener.listener_context.worker;
     let address = if listener.listener_context.expects_proxy_header(peer) {
-        let timeout = worker.config().compiled.config.timeouts.proxy_protocol;
+        let timeout = worker.config().served.config.timeouts.proxy_protocol;
         let timer = worker.timers.new_timer();
         let source = Box::pin(with_timeout(&timer, timeout, drain_guard, read_proxy_header(&mut stream))).await;
         match source.ok_or(ConnectionRefusal::ProxyHeaderTimeout)?? {
@@ -167,7 +167,7 @@ async fn set_up(
         _ if connection.is_forward_auth => (io, Protocol::Http1),
         // A client that negotiates no protocol speaks HTTP/1.1.
         true if io.alpn() == Some(HTTP2) => (io, Protocol::Http2),
-        false if worker.config().compiled.config.http2.h2c => {
+        false if worker.config().served.config.http2.h2c => {
             detect_protocol(io, worker, drain_guard).await.ok_or(SetupError::Closed)?
         }
         true | false => (io, Protocol::Http1),
@@ -184,7 +184,7 @@ async fn accept_tls(
     drain_guard: &DrainGuard,
 ) -> Result<(IoStream, ConnectionInfo), SetupError> {
     let worker = &listener.listener_context.worker;
-    let timeout = worker.config().compiled.config.timeouts.tls_handshake;
+    let timeout = worker.config().served.config.timeouts.tls_handshake;
     let timer = worker.timers.new_timer();
     let stream =
         with_timeout(&timer, timeout, drain_guard, handshake(stream, tls, address, listener, drain_guard.drain()))

@@ -84,7 +84,7 @@ impl ListenerContext {
         config: Arc<ListenerConfig>,
         ready: watch::Receiver<bool>,
     ) -> ListenerContext {
-        let is_served = worker.config().compiled.config.listen.ratelimit_service.is_some();
+        let is_served = worker.config().served.config.listen.ratelimit_service.is_some();
         let ratelimit_service = is_served.then(|| Rc::new(RatelimitService::new(&worker, ready)));
         let config = RefCell::new(config);
         ListenerContext { worker, drain: Rc::default(), connection_limit, ratelimit_service, config }

@@ -41,7 +41,7 @@ pub async fn detect_protocol(
     drain_guard: &DrainGuard,
 ) -> Option<(IoStream, Protocol)> {
     let timer = worker.timers.new_timer();
-    let limit = worker.config().compiled.config.timeouts.request_head;
+    let limit = worker.config().served.config.timeouts.request_head;
     timer.arm(limit);
     let mut preface = Vec::new();
     let unfinished =

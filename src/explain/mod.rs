@@ -71,7 +71,7 @@ enum Decision {
 /// Explains what a request would get from a running gateway.
 /// `is_live`: `counters` are those of the gateway.
 pub async fn explain(
-    compiled: &ServedConfig,
+    served: &ServedConfig,
     question: &Question,
     counters: &CounterAccess,
     is_live: bool,
@@ -91,7 +91,7 @@ pub async fn explain(
         reason: String::new(),
         now_ms: counters.clock.now().unix_ms,
     };
-    if let Err(error) = explanation.decide(compiled, question, counters).await {
+    if let Err(error) = explanation.decide(served, question, counters).await {
         explanation.decision = Decision::Error(error.status());
         explanation.reason = match (&error, &explanation.routes) {
             (RequestError::NoRoute, Some(routes)) => routes.reason.clone(),
@@ -113,27 +113,27 @@ pub async fn explain_without_gateway(config: Config, question: &Question) -> Opt
     let rule_set = RuleSet::new(config.limiter_rules(), seed, None);
     // Nothing is fetched: a token that needs the key set gets what it gets before the first fetch.
     let published_keys = config.key_set.as_ref().map(|_| Arc::new(PublishedKeys::new(|| {})));
-    let compiled = ServedConfig::new(config, seed, rule_set, Vec::new(), published_keys);
+    let served = ServedConfig::new(config, seed, rule_set, Vec::new(), published_keys);
     let table = Table::with_capacity(1)?;
     let counters = CounterAccess::new(SharedByWorkers::new(Arc::new(table)), Clock::system(), None);
-    Some(explain(&compiled, question, &counters, false).await)
+    Some(explain(&served, question, &counters, false).await)
 }
 
 impl Explanation {
     /// Takes the steps of a request until it is decided, in the same order.
     async fn decide(
         &mut self,
-        compiled: &ServedConfig,
+        served: &ServedConfig,
         question: &Question,
         counters: &CounterAccess,
     ) -> Result<(), RequestError> {
         let parts = &question.parts;
-        let client = compiled.identify_client(question.client, question.is_secure, &parts.headers);
+        let client = served.identify_client(question.client, question.is_secure, &parts.headers);
         (self.client_address, self.is_secure) = (client.address.to_canonical(), client.is_secure);
         let schemes = Schemes { is_connection_secure: question.is_secure, is_client_secure: client.is_secure };
         let validated = request_validation::validate(parts, schemes)?;
         self.host = validated.host.clone().into_owned();
-        let path = path_normalize::normalize(parts.uri.path(), compiled.config.path_reading)?;
+        let path = path_normalize::normalize(parts.uri.path(), served.config.path_reading)?;
         self.path = path.clone().into_owned();
         let view = RequestView {
             address: client.address,
@@ -145,17 +145,17 @@ impl Explanation {
             uri: &parts.uri,
             headers: &parts.headers,
         };
-        self.routes = Some(RouteChoice::new(compiled, &view.route_query()));
-        let (mut params, tokens) = (Vec::new(), compiled.token_checker());
-        let resolved = compiled.resolve(view, &mut params, &tokens, || counters.clock.wall_ms())?;
+        self.routes = Some(RouteChoice::new(served, &view.route_query()));
+        let (mut params, tokens) = (Vec::new(), served.token_checker());
+        let resolved = served.resolve(view, &mut params, &tokens, || counters.clock.wall_ms())?;
         resolved.check(&validated, body_bytes(&parts.headers))?;
-        if let (Ok(Some(id)), Some(plans)) = (resolved.clients.client_of(&resolved.attributes), &compiled.clients) {
+        if let (Ok(Some(id)), Some(plans)) = (resolved.clients.client_of(&resolved.attributes), &served.clients) {
             let client = &plans.clients[id];
             self.client = Some((client.name.clone(), plans.plans[client.plan].clone()));
         }
         let mut keyed_requests = IdVec::new();
         let error = resolved.find_keys(&mut keyed_requests, |position, found| {
-            let key = resolved.describe_key(position, &compiled.readable_digester);
+            let key = resolved.describe_key(position, &served.readable_digester);
             self.rules.push(RuleState::new(resolved.rules.charge_plan.rule(position), key, found));
         });
         let error = match error {
@@ -169,18 +169,18 @@ impl Explanation {
             if let Some(keyed_request) = *keyed_request {
                 let store_key = resolved.store_key(position);
                 let rule = rules.charge_plan.rules()[position];
-                self.rules[position].read_counters(compiled, rule, keyed_request, store_key, counters).await?;
+                self.rules[position].read_counters(served, rule, keyed_request, store_key, counters).await?;
             }
         }
         self.now_ms = counters.clock.now().unix_ms;
         let direct_response = actions.and_then(|actions| actions.direct_response).map(|reply| reply.status().as_u16());
-        self.conclude(compiled, rules, error, direct_response)
+        self.conclude(served, rules, error, direct_response)
     }
 
     /// Combines the results of the rules: one refusal refuses the request.
     fn conclude(
         &mut self,
-        compiled: &ServedConfig,
+        served: &ServedConfig,
         rules: &RouteRules,
         error: Option<RequestError>,
         direct_response: Option<u16>,
@@ -198,7 +198,7 @@ impl Explanation {
             let blocks_ms = |rule: &RuleState| rule.retry_at_ms.unwrap_or(u64::MAX);
             let longest = refusing.reduce(|one, other| if blocks_ms(other.1) > blocks_ms(one.1) { other } else { one });
             let status = longest
-                .map(|(position, _)| compiled.refusal_templates[rules.charge_plan.rules()[position]].status().as_u16());
+                .map(|(position, _)| served.refusal_templates[rules.charge_plan.rules()[position]].status().as_u16());
             (self.decision, self.reason) = (Decision::Refused(status.unwrap_or_default(), retry_at_ms), refusals);
             return Ok(());
         }

@@ -40,9 +40,9 @@ impl ExplainedRoute {
 }
 
 impl RouteChoice {
-    pub fn new(compiled: &ServedConfig, query: &RouteQuery<'_>) -> RouteChoice {
-        let config = &compiled.config;
-        let candidates = compiled.router.candidates(query);
+    pub fn new(served: &ServedConfig, query: &RouteQuery<'_>) -> RouteChoice {
+        let config = &served.config;
+        let candidates = served.router.candidates(query);
         let chosen = candidates.iter().find(|(_, unmet)| unmet.is_none()).map(|(route, _)| &config.routes[*route]);
         let others = candidates.iter().map(|(route, unmet)| (&config.routes[*route], *unmet));
         let others = others.filter(|(route, _)| chosen.is_none_or(|chosen| chosen.name != route.name));

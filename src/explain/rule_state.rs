@@ -143,13 +143,13 @@ impl RuleState {
     /// Reads the usage of the key, and decides by it.
     pub async fn read_counters(
         &mut self,
-        compiled: &ServedConfig,
+        served: &ServedConfig,
         rule: RuleId,
         keyed_request: KeyedRequest,
         store_key: Option<Rc<str>>,
         counters: &CounterAccess,
     ) -> Result<(), RequestError> {
-        let rule_set = &compiled.rule_set;
+        let rule_set = &served.rule_set;
         // In a plan of a query, a shadow rule decides as others do.
         let charge_plan =
             if self.is_shadow { rule_set.query_plan([rule], false) } else { rule_set.charge_plan([rule]) };
@@ -158,7 +158,7 @@ impl RuleState {
             charge_plan: &charge_plan,
             keyed_requests: IdVec::from([Some(keyed_request)]),
             reserve: false,
-            key_texts: IdVec::from([store_key]),
+            store_keys: IdVec::from([store_key]),
         };
         let state = counters.value(&query).await;
         if is_in_store {

@@ -95,7 +95,7 @@ pub fn evaluate(
     {
         return Ok(evaluation);
     }
-    match worker.counters.decide(&rules.charge_plan, now_ms, context, |rule| resolved.store_key(rule)) {
+    match worker.counters.decide(&rules.charge_plan, now_ms, context, |position| resolved.store_key(position)) {
         BeginResult::Decided(decision) => Ok(Evaluation::Decided(decision)),
         BeginResult::Pending(decision) => {
             let step = PendingStep::Store(decision);
@@ -127,7 +127,7 @@ fn acquire_slots(
         }
         SlotsResult::Refused => {}
     }
-    refuse(worker, rules, context, record, |rule| resolved.store_key(rule));
+    refuse(worker, rules, context, record, |position| resolved.store_key(position));
     Some(Evaluation::Decided(Decision::Refused))
 }
 
@@ -199,14 +199,14 @@ impl QueuedRequest {
         rules_id: RouteRulesId,
         record: &mut RequestRecord,
     ) -> Result<SharedOutcome, Unavailable> {
-        let rules = &config.compiled.route_rules[rules_id];
+        let rules = &config.served.route_rules[rules_id];
         record.delay_began();
         let has_slots = self.wait_for_slots(worker, &rules.charge_plan, rules_id, record).await;
         record.delay_ended();
         let QueuedRequest { place, waiter, mut context, store_keys } = *self;
         // The request waits no longer, also while the store decides.
         drop((place, waiter));
-        let store_key = |rule| store_keys.get(rule).cloned().flatten();
+        let store_key = |position| store_keys.get(position).cloned().flatten();
         let begun = if has_slots {
             let now_ms = worker.clock.now().unix_ms;
             worker.counters.decide(&rules.charge_plan, now_ms, &mut context, store_key)
@@ -215,9 +215,7 @@ impl QueuedRequest {
             BeginResult::Decided(Decision::Refused)
         };
         match begun {
-            BeginResult::Decided(decision) => {
-                Ok(SharedOutcome { decision, context, refunds: Vec::new(), key_texts: store_keys })
-            }
+            BeginResult::Decided(decision) => Ok(SharedOutcome { decision, context, refunds: Vec::new(), store_keys }),
             BeginResult::Pending(decision) => decision.decide(&rules.charge_plan).await,
             BeginResult::Unavailable => Err(Unavailable),
         }
@@ -260,7 +258,7 @@ impl PendingAdmission {
         record: &mut RequestRecord,
     ) -> Result<Admission, Rejection> {
         let PendingAdmission { step, rules_id } = *self;
-        let rules = &config.compiled.route_rules[rules_id];
+        let rules = &config.served.route_rules[rules_id];
         let outcome = match step {
             PendingStep::Store(decision) => decision.decide(&rules.charge_plan).await,
             PendingStep::Slot(queued) => queued.decide(worker, config, rules_id, record).await,
@@ -282,9 +280,9 @@ impl PendingAdmission {
         }
         let policy = config.policy_fields[rules_id].as_ref();
         let fields = rules.rate_limit_template.render(&outcome.context, policy, now_ms, &mut text);
-        let SharedOutcome { decision, context, refunds, key_texts } = outcome;
-        let pending_cost = PendingCost::new(worker, config, rules_id, &context, &refunds, || key_texts.clone());
-        let charges = StoreCharges { refunds, keys: key_texts };
+        let SharedOutcome { decision, context, refunds, store_keys } = outcome;
+        let pending_cost = PendingCost::new(worker, config, rules_id, &context, &refunds, || store_keys.clone());
+        let charges = StoreCharges { refunds, keys: store_keys };
         let delay = DelayedRequest::new(decision, worker, config, rules_id, &context, charges);
         Ok(Admission { fields: fields.without_indexing(), delay, pending_cost })
     }

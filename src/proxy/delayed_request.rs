@@ -71,8 +71,8 @@ impl DelayedRequest {
         store_charges: StoreCharges,
     ) -> Option<Box<DelayedRequest>> {
         let Decision::Delayed { until_ms, waiter, recharge: to_recharge } = decision else { return None };
-        let (compiled, now_ms) = (&config.compiled, worker.clock.now().unix_ms);
-        let charge_plan = &compiled.route_rules[rules_id].charge_plan;
+        let (served, now_ms) = (&config.served, worker.clock.now().unix_ms);
+        let charge_plan = &served.route_rules[rules_id].charge_plan;
         Some(Box::new(DelayedRequest {
             until_ms,
             rules_id,
@@ -82,7 +82,7 @@ impl DelayedRequest {
             store_charges,
             worker: Rc::clone(worker),
             config: Rc::clone(config),
-            _waiter: waiter.map(|waiter| (waiter.slot, config.count_delayed(charge_plan.rules()[waiter.rule]))),
+            _waiter: waiter.map(|waiter| (waiter.slot, config.count_delayed(charge_plan.rules()[waiter.position]))),
             latest_ms: now_ms + charge_plan.max_delay_ms(),
         }))
     }
@@ -124,8 +124,8 @@ impl DelayedRequest {
         record: &mut RequestRecord,
         pending_cost: &mut Option<Box<PendingCost>>,
     ) -> Result<(), Rejection> {
-        let compiled = Arc::clone(&self.config.compiled);
-        let rules = &compiled.route_rules[self.rules_id];
+        let served = Arc::clone(&self.config.served);
+        let rules = &served.route_rules[self.rules_id];
         let charge_plan = &rules.charge_plan;
         let mut context = self.config.scratch().context.clone();
         context.inputs.keyed_requests.clone_from(&self.keyed_requests);
@@ -155,7 +155,7 @@ impl DelayedRequest {
                 let headers = HeaderMap::new();
                 let refused = responses::refusal_response(
                     verdicts,
-                    &compiled.refusal_templates,
+                    &served.refusal_templates,
                     context.result.decided_ms,
                     fields,
                     Some(record.request_id()),
@@ -177,7 +177,7 @@ impl DelayedRequest {
 
     fn keys(&self) -> RequestKeys<'_> {
         RequestKeys {
-            charge_plan: &self.config.compiled.route_rules[self.rules_id].charge_plan,
+            charge_plan: &self.config.served.route_rules[self.rules_id].charge_plan,
             keyed_requests: &self.keyed_requests,
             store_keys: &self.store_charges.keys,
         }

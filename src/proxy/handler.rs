@@ -47,7 +47,7 @@ pub enum ResponseFuture {
     Done(Option<Response<ResponseBody>>),
     /// The request waits: for a slot, the shared store, a later window, or its upstream. The output is `Done`, or the next
     /// step to wait for.
-    Forward(Pin<Box<dyn Future<Output = ResponseFuture>>>),
+    Waiting(Pin<Box<dyn Future<Output = ResponseFuture>>>),
 }
 
 impl ResponseFuture {
@@ -60,7 +60,7 @@ impl ResponseFuture {
     pub fn take_ready(&mut self) -> Option<Response<ResponseBody>> {
         match self {
             ResponseFuture::Done(response) => Some(response.take().unwrap_or_else(panic_response)),
-            ResponseFuture::Forward(_) => None,
+            ResponseFuture::Waiting(_) => None,
         }
     }
 
@@ -70,7 +70,7 @@ impl ResponseFuture {
                 ResponseFuture::Done(response) => {
                     return Poll::Ready(response.take().unwrap_or_else(panic_response));
                 }
-                ResponseFuture::Forward(next) => match catch_unwind(AssertUnwindSafe(|| next.as_mut().poll(cx))) {
+                ResponseFuture::Waiting(next) => match catch_unwind(AssertUnwindSafe(|| next.as_mut().poll(cx))) {
                     Ok(Poll::Ready(next)) => next,
                     Ok(Poll::Pending) => return Poll::Pending,
                     Err(_panic) => ResponseFuture::Done(None),
@@ -129,14 +129,14 @@ pub fn handle(
 ) -> ResponseFuture {
     let now = worker.clock.now();
     let config = worker.config();
-    peer.body_timeout.set(config.compiled.config.timeouts.body);
+    peer.body_timeout.set(config.served.config.timeouts.body);
     let body = ClientBody::new(body, &parts.headers, peer.body_drain.as_ref());
     let ConnectionInfo { address, is_secure, is_forward_auth, .. } = *peer.connection;
     let mut format = ResponseFormat::of(&parts);
     let (client, restored) = match is_forward_auth {
-        false => (config.compiled.identify_client(address, is_secure, &parts.headers), Ok(())),
+        false => (config.served.identify_client(address, is_secure, &parts.headers), Ok(())),
         true => {
-            let client = config.compiled.identify_client_of_proxy(address, &parts.headers);
+            let client = config.served.identify_client_of_proxy(address, &parts.headers);
             (client, forward_auth::restore_request(&mut parts, client.hops))
         }
     };
@@ -162,7 +162,7 @@ pub fn handle(
     let Admission { mut fields, mut delay, mut pending_cost } = admission;
     let upload = match plan.websocket {
         Some(_) => RequestBody::Upgrade,
-        None => RequestBody::new(body, || upload_limits(worker, &config.compiled, plan.route)),
+        None => RequestBody::new(body, || upload_limits(worker, &config.served, plan.route)),
     };
     if record.is_logged() {
         record.set_upload(upload.progress());
@@ -171,7 +171,7 @@ pub fn handle(
     let (peer, worker) = (Rc::clone(peer), Rc::clone(worker));
     let request = Box::new(Request::from_parts(parts, upload));
     // Rare waits are boxed, so that the future of every other request does not reserve memory for them.
-    ResponseFuture::Forward(Box::pin(async move {
+    ResponseFuture::Waiting(Box::pin(async move {
         if let Some(pending) = pending {
             match Box::pin(pending.resolve(&worker, &config, &mut record)).await {
                 Ok(admission) => Admission { fields, delay, pending_cost } = admission,
@@ -190,8 +190,8 @@ pub fn handle(
         let response = match forward(&config, &peer, &mut plan, request, &mut record).await {
             Ok(response) => {
                 if let Some(handshake) = plan.websocket.take() {
-                    return ResponseFuture::Forward(Box::pin(async move {
-                        let idle_timeout = config.compiled.config.timeouts.tunnel;
+                    return ResponseFuture::Waiting(Box::pin(async move {
+                        let idle_timeout = config.served.config.timeouts.tunnel;
                         let finished =
                             finish_handshake(response, handshake, format, record, &peer.tunnel, idle_timeout);
                         ResponseFuture::Done(Some(settle(finished.await, fields, pending_cost)))
@@ -233,7 +233,7 @@ fn decide(
     format: &mut ResponseFormat,
     record: &mut RequestRecord,
 ) -> Result<RequestOutcome, RequestError> {
-    let (compiled, now) = (&*config.compiled, request_context.now);
+    let (served, now) = (&*config.served, request_context.now);
     if parts.version != Version::HTTP_11 {
         request_validation::translate(parts)?;
     }
@@ -243,7 +243,7 @@ fn decide(
     }
     let path = match parts.uri.path() {
         "*" => return Ok(RequestOutcome::Respond(responses::options_response())),
-        path => path_normalize::normalize(path, compiled.config.path_reading)?,
+        path => path_normalize::normalize(path, served.config.path_reading)?,
     };
     let mut scratch = config.scratch();
     let DecisionBuffers { context, params, text, refusal_cache } = &mut *scratch;
@@ -257,7 +257,7 @@ fn decide(
         uri: &parts.uri,
         headers: &parts.headers,
     };
-    let resolved = compiled.resolve(view, params, &config.token_cache, || worker.clock.wall_ms())?;
+    let resolved = served.resolve(view, params, &config.token_cache, || worker.clock.wall_ms())?;
     let (route_id, rules_id, rules) = (resolved.route_id, resolved.route.rules, resolved.rules);
     record.set_route(route_id);
     let (actions, variables) = (resolved.actions(), resolved.variables());
@@ -315,21 +315,21 @@ fn decide(
     if plan.error.is_some() || request_context.peer.connection.is_forward_auth {
         return Ok(RequestOutcome::Forward { plan, admission, pending });
     }
-    let hash_key = resolved.route.upstream.and_then(|upstream| compiled.hash_keys[upstream].as_ref());
+    let hash_key = resolved.route.upstream.and_then(|upstream| served.hash_keys[upstream].as_ref());
     let server_key = hash_key.and_then(|hash_key| hash_key.hash(&resolved.attributes));
     let (special_fields, websocket) = (validated.special_fields, validated.websocket);
-    let normalized = (compiled.config.general.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
+    let normalized = (served.config.general.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     let plan = ForwardPlan { server_key, ..plan };
     let plan = plan.prepare(config, parts, request_context, special_fields, websocket, normalized)?;
     Ok(RequestOutcome::Forward { plan, admission, pending })
 }
 
 /// Limits of size and rate for the body of a request while it is forwarded.
-fn upload_limits(worker: &WorkerState, compiled: &ServedConfig, route: RouteId) -> UploadLimits {
-    let limits = &compiled.config.limits;
-    let actions = compiled.actions_of(&compiled.routes[route]);
+fn upload_limits(worker: &WorkerState, served: &ServedConfig, route: RouteId) -> UploadLimits {
+    let limits = &served.config.limits;
+    let actions = served.actions_of(&served.routes[route]);
     let rate = actions.and_then(|actions| actions.min_request_rate).unwrap_or(limits.min_request_rate);
-    UploadLimits::new(compiled.max_body_bytes(actions), MinUploadRate::new(&worker.timers, rate, limits.rate_grace))
+    UploadLimits::new(served.max_body_bytes(actions), MinUploadRate::new(&worker.timers, rate, limits.rate_grace))
 }
 
 impl ForwardPlan {
@@ -343,20 +343,14 @@ impl ForwardPlan {
         websocket: Option<UpgradeMethod>,
         path: Option<String>,
     ) -> Result<ForwardPlan, RequestError> {
-        let compiled = &*config.compiled;
-        let upstream = compiled.routes[self.route].upstream;
+        let served = &*config.served;
+        let upstream = served.routes[self.route].upstream;
         let supports_upgrade = || upstream.is_some_and(|upstream| config.targets[upstream].supports_upgrade());
         self.websocket = WebSocketHandshake::new(websocket, &parts.headers, || {
-            compiled.config.routes[self.route].websocket && supports_upgrade()
+            served.config.routes[self.route].websocket && supports_upgrade()
         })?;
         let peer = &request_context.peer.connection.address_field;
-        headers::forward_request(
-            &mut parts.headers,
-            special_fields,
-            peer,
-            &request_context.client,
-            &compiled.key_fields,
-        );
+        headers::forward_request(&mut parts.headers, special_fields, peer, &request_context.client, &served.key_fields);
         let path = self.actions.as_mut().and_then(|actions| actions.path.take()).or(path);
         if let Some(actions) = &mut self.actions {
             actions.apply_to_request(&mut parts.headers);
@@ -404,10 +398,10 @@ async fn forward(
         let reply = reply.filter(|reply| !reply.status().is_success()).unwrap_or_else(responses::authorized_response);
         return Ok(reply.map(Content::from));
     }
-    let compiled = &*config.compiled;
-    let route = &compiled.routes[plan.route];
-    let actions = compiled.actions_of(route);
-    let timeouts = actions.and_then(|actions| actions.timeouts.as_ref()).unwrap_or(&compiled.config.timeouts);
+    let served = &*config.served;
+    let route = &served.routes[plan.route];
+    let actions = served.actions_of(route);
+    let timeouts = actions.and_then(|actions| actions.timeouts.as_ref()).unwrap_or(&served.config.timeouts);
     peer.body_timeout.set(timeouts.body);
     if let Some(reply) = plan.actions.as_mut().and_then(|actions| actions.direct_response.take()) {
         return Ok(reply.map(Content::from));
@@ -497,7 +491,7 @@ mod tests {
     /// A request that panics when it is polled once more than `waits` times.
     fn panicking_request(slots: HeldSlots, waits: usize) -> ResponseFuture {
         let mut polls = 0;
-        ResponseFuture::Forward(Box::pin(async move {
+        ResponseFuture::Waiting(Box::pin(async move {
             let _slots = slots;
             poll_fn(|_| {
                 polls += 1;
@@ -517,7 +511,7 @@ mod tests {
             panicking_request(slots, 0)
         };
         let in_next_step = |slots| {
-            ResponseFuture::Forward(Box::pin(async move {
+            ResponseFuture::Waiting(Box::pin(async move {
                 std::future::ready(()).await;
                 panicking_request(slots, 1)
             }))
@@ -550,12 +544,12 @@ mod tests {
         let registry = Arc::new(Registry::default());
         let upstream_health = build_upstream_health(&config, &[], &registry, 1, clock.instant());
         let rule_set = RuleSet::new(config.limiter_rules(), Seed(1, 2), None);
-        let compiled = ServedConfig::new(config, Seed(1, 2), rule_set, upstream_health, None);
+        let served = ServedConfig::new(config, Seed(1, 2), rule_set, upstream_health, None);
         let shared = SharedByWorkers::new(Arc::new(Table::with_capacity(64).unwrap()));
-        let worker = WorkerState::new(0, shared, clock, Arc::clone(&registry), compiled, RecordOutputs::default());
+        let worker = WorkerState::new(0, shared, clock, Arc::clone(&registry), served, RecordOutputs::default());
         let worker = Rc::new(worker);
         let (parts, ()) = Request::new(()).into_parts();
-        let client = worker.config().compiled.identify_client(Ipv4Addr::LOCALHOST.into(), false, &parts.headers);
+        let client = worker.config().served.identify_client(Ipv4Addr::LOCALHOST.into(), false, &parts.headers);
         let record = RequestRecord::new(&worker, &worker.config(), &client, &parts, worker.clock.now());
         let mut request = ResponseFuture::start(|| {
             let _record = record;

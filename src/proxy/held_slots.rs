@@ -9,15 +9,15 @@ use transom_runtime::metrics::events::ConcurrencyGauge;
 pub struct HeldSlots(Vec<HeldSlot>);
 
 struct HeldSlot {
-    rule: PlanPosition,
+    position: PlanPosition,
     gauge: ConcurrencyGauge,
     _slot: Slot,
 }
 
 impl HeldSlots {
-    pub fn add(&mut self, rule: PlanPosition, slot: Slot, gauge: ConcurrencyGauge) {
+    pub fn add(&mut self, position: PlanPosition, slot: Slot, gauge: ConcurrencyGauge) {
         gauge.acquired();
-        self.0.push(HeldSlot { rule, gauge, _slot: slot });
+        self.0.push(HeldSlot { position, gauge, _slot: slot });
     }
 
     pub fn is_empty(&self) -> bool {
@@ -26,7 +26,7 @@ impl HeldSlots {
 
     /// Releases the slots of some rules.
     pub fn release(&mut self, rules: &[PlanPosition]) {
-        self.0.retain(|held| !rules.contains(&held.rule));
+        self.0.retain(|held| !rules.contains(&held.position));
     }
 
     pub fn release_all(&mut self) {

@@ -154,7 +154,7 @@ impl RequestRecord {
     /// Names the client for the access log and the metrics.
     pub fn set_client(&mut self, client: ClientId) {
         self.client = Some(client);
-        if let (Some(log), Some(clients)) = (&mut self.log, &self.config.compiled.clients) {
+        if let (Some(log), Some(clients)) = (&mut self.log, &self.config.served.clients) {
             let known = &clients.clients[client];
             let (name, plan) = (known.name.clone(), clients.plans[known.plan].clone());
             log.entry.known_client = Some(KnownClient { name, plan });
@@ -163,7 +163,7 @@ impl RequestRecord {
 
     /// Notes the keys of all rules, for a decision that may not be a mere admission.
     pub fn set_keys(&mut self, resolved: &ResolvedRequest<'_>) {
-        let digester = &self.config.compiled.readable_digester;
+        let digester = &self.config.served.readable_digester;
         if let Some(log) = &mut self.log {
             let label = |position| resolved.describe_key(position, digester).label();
             log.keys = resolved.rules.rule_keys.ids().map(label).collect();
@@ -200,7 +200,7 @@ impl RequestRecord {
 
     /// Holds a slot of the rule at a position of the charge plan until the request ends.
     pub fn hold_slot(&mut self, rules_id: RouteRulesId, position: PlanPosition, slot: Slot) {
-        let rule = self.config.compiled.route_rules[rules_id].charge_plan.rules()[position];
+        let rule = self.config.served.route_rules[rules_id].charge_plan.rules()[position];
         // Every rule that has slots has a gauge.
         if let Some(gauge) = &self.config.concurrency_gauges[rule] {
             self.slots.add(position, slot, gauge.clone());
@@ -239,7 +239,7 @@ impl RequestRecord {
             let full = verdicts.full_windows().map(WindowVerdict::layer);
             full.for_each(|layer| windows.refused_by_layer(layer.position, layer.id));
             let slots = verdicts.slots().iter().filter(|usage| usage.state == SlotState::Full);
-            slots.for_each(|usage| windows.refused_by_slots(usage.rule));
+            slots.for_each(|usage| windows.refused_by_slots(usage.position));
         }
         for verdict in verdicts.rules() {
             match verdict.outcome() {
@@ -274,7 +274,7 @@ impl RequestRecord {
         let windows = windows.map(|window| full_limit(verdicts.of_rule(window.layer().position), window.name()));
         let slots = verdicts.slots().iter();
         let slots = slots.filter(|usage| matches!(usage.state, SlotState::Full | SlotState::Shadowed)).map(|usage| {
-            let verdict = verdicts.of_rule(usage.rule);
+            let verdict = verdicts.of_rule(usage.position);
             full_limit(verdict, verdict.rule().concurrent_name().unwrap_or_default())
         });
         let (shadowed, full): (Vec<_>, Vec<_>) = windows.chain(slots).partition(|(is_shadow, _)| *is_shadow);
@@ -332,12 +332,12 @@ impl RequestRecord {
 
     /// Logs a warning when its cause begins. Messages seldom name a server, so each upstream has causes of its own.
     fn warn(&self, side: Side, message: &str) {
-        let compiled = &self.config.compiled;
-        let route = self.route.map_or("", |route| compiled.route_name(route));
+        let served = &self.config.served;
+        let route = self.route.map_or("", |route| served.route_name(route));
         let upstream = self
             .route
             .filter(|_| side == Side::Upstream)
-            .and_then(|route| Some(&compiled.config.upstreams[compiled.routes[route].upstream?]));
+            .and_then(|route| Some(&served.config.upstreams[served.routes[route].upstream?]));
         let upstream = upstream.map_or("", |upstream| &upstream.name);
         let cause = format!("{upstream}: {message}");
         if let Some(suppressed) = self.worker.log_throttle.allow(&cause, self.worker.clock.instant()) {
@@ -414,8 +414,8 @@ impl RequestRecord {
     /// Writes a debug message with the route, keys and decisions of the request. Texts of clients are escaped.
     fn log_request(&self, entry: &LogEntry, keys: &[String]) {
         let rules = self.route.map(|route| {
-            let compiled = &self.config.compiled;
-            let rules = compiled.rules_of(&compiled.routes[route]).charge_plan.compiled_rules();
+            let served = &self.config.served;
+            let rules = served.rules_of(&served.routes[route]).charge_plan.compiled_rules();
             rules.map(|(_, rule)| rule.rule.name.as_str()).collect::<Vec<_>>()
         });
         let keys: Vec<String> = rules.iter().flatten().zip(keys).map(|(rule, key)| format!("{rule}={key}")).collect();
@@ -453,14 +453,14 @@ impl Drop for RequestRecord {
             let (span, scheme) = (log.span.take(), log.scheme);
             let keys = std::mem::take(&mut log.keys);
             let (mut entry, attempts) = log.finish(&self.config, self.started.instant, self.worker.end_time());
-            entry.route = self.route.map(|route| self.config.compiled.route_name(route).to_owned());
+            entry.route = self.route.map(|route| self.config.served.route_name(route).to_owned());
             (entry.status, entry.bytes_sent, entry.duration) = (self.status, self.bytes, took);
             if self.config.logs_requests {
                 self.log_request(&entry, keys.as_slice());
             }
             write_entry(&self.worker, &self.config, &entry);
             if let (Some(tracer), Some(span)) = (&self.config.tracer, span) {
-                let route = self.route.map(|route| self.config.compiled.config.routes[route].path.text.clone());
+                let route = self.route.map(|route| self.config.served.config.routes[route].path.text.clone());
                 let started = self.worker.clock.wall_time() - took;
                 tracer.send(TracedRequest { span, started, entry, http_route: route, scheme, attempts });
             }
@@ -483,7 +483,7 @@ impl PendingEntry {
         }
         let mut traced = Vec::new();
         entry.upstream = self.forwarded.map(|forwarded| {
-            let upstream = &config.compiled.config.upstreams[forwarded.upstream];
+            let upstream = &config.served.config.upstreams[forwarded.upstream];
             let log = &*forwarded.attempts;
             let servers: &[Server] = match &upstream.target {
                 ConfiguredTarget::Servers(servers) => servers,

@@ -68,7 +68,7 @@ impl PendingCost {
         refunds: &[(PlanPosition, Refund)],
         store_keys: impl FnOnce() -> StoreKeys,
     ) -> Option<Box<PendingCost>> {
-        let response_costs = &config.compiled.route_rules[rules_id].response_costs;
+        let response_costs = &config.served.route_rules[rules_id].response_costs;
         if response_costs.is_empty() {
             return None;
         }
@@ -125,7 +125,7 @@ impl PendingCost {
     fn settle_rules(&mut self, status: StatusCode, headers: &HeaderMap, grpc_status: Option<u8>) -> bool {
         let config = Rc::clone(&self.config);
         let mut is_changed = false;
-        for (nth, rule) in config.compiled.route_rules[self.rules_id].response_costs.iter().enumerate() {
+        for (nth, rule) in config.served.route_rules[self.rules_id].response_costs.iter().enumerate() {
             let Some(keyed_request) = self.keyed_requests[rule.position].filter(|_| !self.charged[nth].is_settled)
             else {
                 self.charged[nth].is_settled = true;
@@ -156,7 +156,7 @@ impl PendingCost {
 
     /// Counts a request that a rule does not count.
     fn record_refund(&self, rule: &ResponseCostRule) {
-        let rule = self.config.compiled.route_rules[self.rules_id].charge_plan.rules()[rule.position];
+        let rule = self.config.served.route_rules[self.rules_id].charge_plan.rules()[rule.position];
         if let Some(counter) = &self.config.refund_counters[rule] {
             counter.refunded();
         }
@@ -164,7 +164,7 @@ impl PendingCost {
 
     fn keys(&self) -> RequestKeys<'_> {
         RequestKeys {
-            charge_plan: &self.config.compiled.route_rules[self.rules_id].charge_plan,
+            charge_plan: &self.config.served.route_rules[self.rules_id].charge_plan,
             keyed_requests: &self.keyed_requests,
             store_keys: &self.store_keys,
         }

@@ -46,7 +46,7 @@ use transom_runtime::metrics::{Registry, WorkerId};
 use transom_store::counter_access::CounterAccess;
 
 pub struct WorkerConfig {
-    pub compiled: Arc<ServedConfig>,
+    pub served: Arc<ServedConfig>,
     pub route_metrics: IdVec<RouteId, RouteMetrics>,
     pub window_metrics: IdVec<RouteRulesId, WindowMetrics<PlanPosition>>,
     /// `None` for rules without a limit of concurrent requests.
@@ -118,14 +118,14 @@ impl WorkerConfig {
         worker_id: WorkerId,
         registry: &Arc<Registry>,
         clock: &Clock,
-        compiled: Arc<ServedConfig>,
+        served: Arc<ServedConfig>,
         outputs: RecordOutputs,
         previous: Option<&WorkerConfig>,
     ) -> WorkerConfig {
         let route_metrics = |(id, route): (RouteId, &CompiledRoute)| {
-            let rules = compiled.rules_of(route).charge_plan.compiled_rules();
+            let rules = served.rules_of(route).charge_plan.compiled_rules();
             let names: Vec<&str> = rules.map(|(_, rule)| rule.rule.name.as_str()).collect();
-            RouteMetrics::new(registry, worker_id, compiled.route_name(id), &names)
+            RouteMetrics::new(registry, worker_id, served.route_name(id), &names)
         };
         let window_metrics = |route_rules: &RouteRules| {
             let rules = route_rules.charge_plan.compiled_rules();
@@ -142,7 +142,7 @@ impl WorkerConfig {
         };
         let refund_counter =
             |rule: &GatewayRule| rule.count_when.as_ref().map(|_| RefundCounter::new(registry, worker_id, &rule.name));
-        let counted_clients = compiled.clients.as_ref().filter(|_| compiled.config.metrics.clients);
+        let counted_clients = served.clients.as_ref().filter(|_| served.config.metrics.clients);
         let client_metrics = counted_clients.map(|clients| {
             let named = clients.clients.iter();
             let named = named.map(|client| (client.name.as_str(), clients.plans[client.plan].as_str()));
@@ -153,7 +153,7 @@ impl WorkerConfig {
             ConfiguredTarget::Echo => 0,
             ConfiguredTarget::Servers(servers) => servers.len(),
         };
-        let total_servers = compiled.config.upstreams.iter().map(server_count).sum();
+        let total_servers = served.config.upstreams.iter().map(server_count).sum();
         let mut target = |(upstream, upstream_health): (&Upstream, &Arc<UpstreamHealth>)| match &upstream.target {
             ConfiguredTarget::Echo => Target::Echo,
             ConfiguredTarget::Servers(servers) => {
@@ -186,31 +186,27 @@ impl WorkerConfig {
         };
         let context = DecisionContext::for_worker(worker_id as u32);
         let previous_keys = previous.map(|previous| &previous.top_keys);
-        let top_keys = TopKeys::new(&compiled.counted_rules(), clock.now().unix_ms, previous_keys);
-        let config = &compiled.config;
+        let top_keys = TopKeys::new(&served.counted_rules(), clock.now().unix_ms, previous_keys);
+        let config = &served.config;
         let logs_requests = tracing::enabled!(tracing::Level::DEBUG);
         WorkerConfig {
-            route_metrics: compiled.routes.enumerate().map(route_metrics).collect(),
-            window_metrics: compiled.route_rules.iter().map(window_metrics).collect(),
-            concurrency_gauges: compiled.rule_set.rules.iter().map(concurrency_gauge).collect(),
-            delay_gauges: compiled.rule_set.rules.iter().map(delay_gauge).collect(),
+            route_metrics: served.routes.enumerate().map(route_metrics).collect(),
+            window_metrics: served.route_rules.iter().map(window_metrics).collect(),
+            concurrency_gauges: served.rule_set.rules.iter().map(concurrency_gauge).collect(),
+            delay_gauges: served.rule_set.rules.iter().map(delay_gauge).collect(),
             refund_counters: config.rules.map(refund_counter),
-            policy_fields: compiled
-                .route_rules
-                .iter()
-                .map(|rules| rules.rate_limit_template.constant_policy())
-                .collect(),
+            policy_fields: served.route_rules.iter().map(|rules| rules.rate_limit_template.constant_policy()).collect(),
             client_metrics,
             top_keys,
             unrouted_metrics: RouteMetrics::new(registry, worker_id, "", &[]),
-            targets: config.upstreams.iter().zip(&compiled.upstream_health).map(&mut target).collect(),
+            targets: config.upstreams.iter().zip(&served.upstream_health).map(&mut target).collect(),
             logs_requests,
             notes_requests: logs_requests || outputs.access_log.is_some(),
             access_log: outputs.access_log,
             tracer: Tracer::new(config.tracing.as_ref(), outputs.spans, || DroppedSpans::new(registry, worker_id)),
-            token_cache: compiled.token_checker(),
+            token_cache: served.token_checker(),
             server_pools,
-            compiled,
+            served,
             scratch: RefCell::new(DecisionBuffers { context, ..DecisionBuffers::default() }),
         }
     }
@@ -231,7 +227,7 @@ impl WorkerConfig {
         keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
     ) {
         let name = |position| KeyName {
-            description: resolved.describe_key(position, &self.compiled.readable_digester),
+            description: resolved.describe_key(position, &self.served.readable_digester),
             store_key: resolved.store_key(position),
             has_own_windows: true,
         };
@@ -255,7 +251,7 @@ impl WorkerConfig {
         keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
         counters: &CounterAccess,
     ) -> RateLimitFields {
-        let RouteRules { charge_plan, rate_limit_template, .. } = &self.compiled.route_rules[rules_id];
+        let RouteRules { charge_plan, rate_limit_template, .. } = &self.served.route_rules[rules_id];
         let mut scratch = self.scratch();
         let DecisionBuffers { context, text, .. } = &mut *scratch;
         context.inputs.keyed_requests.clear();
@@ -278,7 +274,7 @@ impl WorkerConfig {
         text: &mut Vec<u8>,
         headers: HeaderMap,
     ) -> RefusalResponse {
-        let CompiledConfig { refusal_templates, route_rules, .. } = &**self.compiled;
+        let CompiledConfig { refusal_templates, route_rules, .. } = &**self.served;
         let RouteRules { charge_plan, rate_limit_template, .. } = &route_rules[rules_id];
         let fields = rate_limit_template.render(context, self.policy_fields[rules_id].as_ref(), now_ms, text);
         let mut refused = responses::refusal_response(
@@ -302,7 +298,7 @@ impl WorkerConfig {
 
     /// Closes upstream connections that have been idle for longer than `timeouts.upstream_idle`.
     pub fn close_idle_connections(&self) {
-        let limit = self.compiled.config.timeouts.upstream_idle;
+        let limit = self.served.config.timeouts.upstream_idle;
         self.server_pools.values().for_each(|(.., server_pool)| server_pool.pool.sweep(limit));
     }
 }

@@ -52,15 +52,15 @@ impl WorkerState {
         shared_by_workers: SharedByWorkers,
         clock: Clock,
         registry: Arc<Registry>,
-        compiled: Arc<ServedConfig>,
+        served: Arc<ServedConfig>,
         outputs: RecordOutputs,
     ) -> WorkerState {
-        let settings = compiled.config.counters.shared.as_ref();
+        let settings = served.config.counters.shared.as_ref();
         let shared = settings.map(|settings| {
             let metrics = StoreMetrics::new(&registry, worker_id);
             SharedCounters::new(settings, shared_by_workers.clone(), clock.clone(), metrics)
         });
-        let config = WorkerConfig::new(worker_id, &registry, &clock, compiled, outputs, None);
+        let config = WorkerConfig::new(worker_id, &registry, &clock, served, outputs, None);
         WorkerState {
             counters: CounterAccess::new(shared_by_workers, clock.clone(), shared),
             metrics: WorkerMetrics::new(&registry, worker_id, RequestError::kind_names()),
@@ -110,10 +110,10 @@ impl WorkerState {
     }
 
     /// Switches new requests to a configuration. Connections to unchanged servers stay open.
-    pub fn apply_config(&self, compiled: Arc<ServedConfig>, outputs: RecordOutputs) {
+    pub fn apply_config(&self, served: Arc<ServedConfig>, outputs: RecordOutputs) {
         let previous = self.config();
         let (id, registry, clock) = (self.worker_id, &self.registry, &self.clock);
-        let config = WorkerConfig::new(id, registry, clock, compiled, outputs, Some(&previous));
+        let config = WorkerConfig::new(id, registry, clock, served, outputs, Some(&previous));
         *self.config.borrow_mut() = Rc::new(config);
     }
 

@@ -131,7 +131,7 @@ struct Call<'r> {
 impl ServiceConfig {
     pub fn new(worker: &WorkerState) -> ServiceConfig {
         let (config, registry) = (worker.config(), &worker.registry);
-        let limit_names = config.compiled.decision_service.limit_names();
+        let limit_names = config.served.decision_service.limit_names();
         ServiceConfig {
             decisions: DecisionMetrics::new(registry, worker.worker_id, "ratelimit_service", &limit_names),
             calls: RatelimitServiceMetrics::new(registry, worker.worker_id, &GrpcError::CODES),
@@ -140,8 +140,8 @@ impl ServiceConfig {
         }
     }
 
-    fn compiled(&self) -> &ServedConfig {
-        &self.config.compiled
+    fn served(&self) -> &ServedConfig {
+        &self.config.served
     }
 
     pub fn metrics(&self) -> &RatelimitServiceMetrics {
@@ -185,8 +185,8 @@ impl ServiceConfig {
                 context.inputs.keyed_requests.extend(call.rules.iter().map(|rule| rule.keyed.keyed_request));
                 charge_plan.prefetch(&worker.counters.table, &context.inputs.keyed_requests);
                 context.result.concurrency.clear();
-                let key_text = |position| call.rules[position].keyed.key_text.clone();
-                let begun = worker.counters.decide(charge_plan, began.unix_ms, context, key_text);
+                let store_key = |position| call.rules[position].keyed.store_key.clone();
+                let begun = worker.counters.decide(charge_plan, began.unix_ms, context, store_key);
                 worker.metrics.decision_took(worker.clock.instant().duration_since(began.instant));
                 match begun {
                     BeginResult::Decided(decision) => {
@@ -215,7 +215,7 @@ impl ServiceConfig {
         let mut matched = Vec::with_capacity(request.descriptors.len());
         for (position, descriptor) in request.descriptors.iter().enumerate() {
             let entries = descriptor.entries.iter().map(|entry| (entry.key.as_bytes(), &*entry.value));
-            let Some(found) = self.compiled().descriptors.find(&request.domain, entries) else {
+            let Some(found) = self.served().descriptors.find(&request.domain, entries) else {
                 self.calls.unmatched();
                 continue;
             };
@@ -224,7 +224,7 @@ impl ServiceConfig {
                 continue;
             }
             let key: SmallVec<[Cow<'r, str>; 2]> =
-                found.open_entries.iter().map(|entry| key_text(&descriptor.entries[*entry].value)).collect();
+                found.open_entries.iter().map(|entry| store_key(&descriptor.entries[*entry].value)).collect();
             let admits_nothing = descriptor.limit.as_ref().is_some_and(|limit| limit.requests_per_unit == 0);
             let hits = if admits_nothing { Some(u32::MAX) } else { hits(request, descriptor) };
             matched.extend(found.rules.iter().map(|rule| {
@@ -253,7 +253,7 @@ impl ServiceConfig {
             .iter()
             .map(|matched| RuleKeyValues { rule: matched.rule, key: &matched.key, cost: matched.hits })
             .collect();
-        let keyed_rules = self.compiled().decision_service.key_rules(&values, worker.counters.shared.is_some());
+        let keyed_rules = self.served().decision_service.key_rules(&values, worker.counters.shared.is_some());
         let mut rules = IdVec::<PlanPosition, CalledRule>::new();
         let mut positions = SmallVec::new();
         for (source, keyed_rule) in keyed_rules.enumerate() {
@@ -262,7 +262,7 @@ impl ServiceConfig {
                 rule: matched[source].rule,
                 keyed_request: None,
                 is_refused: true,
-                key_text: None,
+                store_key: None,
             };
             let mut rule = keyed_rule.unwrap_or_else(refused);
             // A stated limit precedes plans and overrides.
@@ -306,7 +306,7 @@ impl ServiceConfig {
     }
 
     fn compile_plan(&self, rules: &RuleList) -> ServicePlan {
-        let CompiledConfig { rule_set, config, seed, .. } = &**self.compiled();
+        let CompiledConfig { rule_set, config, seed, .. } = &**self.served();
         let configured = rule_set.immediate_plan(rules.iter().map(|(rule, _)| *rule), true);
         if rules.iter().all(|(_, limit)| limit.is_none()) {
             let template = RateLimitTemplate::new(&configured, |rule| config.rules[rule].rate_limit_style);
@@ -336,7 +336,7 @@ impl ServiceConfig {
         let (tokens, unit, multiplier) = (limit.requests_per_unit, limit.unit(), limit.unit_multiplier.unwrap_or(1));
         let stated = StatedLimit { tokens, unit, multiplier };
         // Names by a `key_format` do not tell windows of different periods apart.
-        let is_possible = self.compiled().config.rules[rule].key_format.is_none() && stated.limit().is_some();
+        let is_possible = self.served().config.rules[rule].key_format.is_none() && stated.limit().is_some();
         if !is_possible {
             self.calls.ignored();
         }
@@ -355,7 +355,7 @@ impl ServiceConfig {
             charge_plan,
             keyed_requests: keyed_requests.collect(),
             reserve: false,
-            key_texts: call.rules.map(|rule| rule.keyed.key_text.clone()),
+            store_keys: call.rules.map(|rule| rule.keyed.store_key.clone()),
         };
         let (decision, context) = worker.counters.decide_query(&query, true).await?;
         Ok(matches!(decision, Decision::Refused).then_some(context))
@@ -374,8 +374,8 @@ impl ServiceConfig {
     ) -> Bytes {
         let Call { matched, rules, plan, .. } = call;
         let verdicts = plan.charge_plan.verdicts(context, &decision);
-        let decision_service = &self.compiled().decision_service;
-        let CompiledConfig { refusal_templates, readable_digester, .. } = &**self.compiled();
+        let decision_service = &self.served().decision_service;
+        let CompiledConfig { refusal_templates, readable_digester, .. } = &**self.served();
         let ServicePlan { charge_plan, stated, .. } = &**plan;
         let configured = stated.as_ref().map_or(charge_plan, |stated| &stated.configured);
         let has_own_windows = |position: PlanPosition| stated.as_ref().is_none_or(|stated| !stated.is_stated[position]);
@@ -469,7 +469,7 @@ fn hits(request: &RateLimitRequest, descriptor: &RateLimitDescriptor) -> Option<
 }
 
 /// The text of a value. Bytes that are not UTF-8 are escaped, so that a client cannot get past its limit by sending them.
-fn key_text(value: &[u8]) -> Cow<'_, str> {
+fn store_key(value: &[u8]) -> Cow<'_, str> {
     match str::from_utf8(value) {
         Ok(text) => Cow::Borrowed(text),
         Err(_) => Cow::Owned(value.escape_ascii().to_string()),

@@ -82,7 +82,7 @@ impl RatelimitService {
         error: Option<RequestError>,
     ) -> ResponseFuture {
         let config = Rc::clone(&self.config.borrow());
-        let timeout = worker.config().compiled.config.timeouts.body;
+        let timeout = worker.config().served.config.timeouts.body;
         peer.body_timeout.set(timeout);
         let body = ClientBody::new(body, &parts.headers, peer.body_drain.as_ref());
         let local = |response: responses::LocalResponse| {
@@ -106,7 +106,7 @@ impl RatelimitService {
             return ResponseFuture::Done(Some(grpc::response(None, Following::Answers(reader, reflection::answer))));
         }
         let (service, worker, peer) = (Rc::clone(self), Rc::clone(worker), Rc::clone(peer));
-        ResponseFuture::Forward(Box::pin(async move {
+        ResponseFuture::Waiting(Box::pin(async move {
             let answer = async {
                 let read = tokio::time::timeout(timeout, reader.read_single()).await;
                 let message = read.unwrap_or(Err(GrpcError::unavailable("the message took too long to arrive")))?;

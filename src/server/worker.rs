@@ -80,8 +80,8 @@ pub async fn run(
             WorkerCommand::Accept => {}
             // The command may arrive before the drain.
             WorkerCommand::CloseIdle => idle = Some(Duration::ZERO),
-            WorkerCommand::Reload(compiled, config, outputs) => {
-                worker.apply_config(compiled, outputs);
+            WorkerCommand::Reload(served, config, outputs) => {
+                worker.apply_config(served, outputs);
                 listener_context.apply(config);
             }
             WorkerCommand::Drain(times) => {

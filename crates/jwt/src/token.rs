@@ -3,7 +3,6 @@
 //! The header of a token is not trusted: its algorithm and key id only select among the configured keys, each of which
 //! has one algorithm. The payload is parsed after the signature is verified.
 
-
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use serde_json::{Map, Value};

@@ -61,7 +61,7 @@ pub struct ChargePlan {
 /// A bucket of a key under one rule.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct KeyBucket {
-    rule: PlanPosition,
+    position: PlanPosition,
     /// Added to [`KeyHash::bucket_hash`](crate::key::KeyHash::bucket_hash).
     offset: u64,
 }
@@ -116,7 +116,7 @@ impl RuleSet {
             && layers.all(|layer| layer.request.kind == WindowKind::Plain && layer.shards == 1);
         for position in plan.rules.ids() {
             for layer_ref in plan.layers_of_rule(position, VariantId::DEFAULT) {
-                let bucket = KeyBucket { rule: position, offset: plan.layer(layer_ref).bucket_offset };
+                let bucket = KeyBucket { position, offset: plan.layer(layer_ref).bucket_offset };
                 if !plan.buckets.contains(&bucket) {
                     plan.buckets.push(bucket);
                 }
@@ -266,7 +266,7 @@ impl ChargePlan {
         keyed_request: impl Fn(PlanPosition) -> Option<KeyedRequest>,
     ) {
         for bucket in &self.buckets {
-            if let Some(keyed_request) = keyed_request(bucket.rule) {
+            if let Some(keyed_request) = keyed_request(bucket.position) {
                 table.prefetch(keyed_request.key.bucket_hash.wrapping_add(bucket.offset));
             }
         }
@@ -325,7 +325,7 @@ mod tests {
                 .map(|charge| charge.counter.key.bucket_hash)
                 .collect();
             charged.dedup();
-            let buckets = charge_plan.buckets.iter().filter(|bucket| bucket.rule == position);
+            let buckets = charge_plan.buckets.iter().filter(|bucket| bucket.position == position);
             let prefetched: Vec<u64> = buckets.map(|bucket| key.bucket_hash.wrapping_add(bucket.offset)).collect();
             assert_eq!((prefetched.len(), prefetched), (3, charged));
         }

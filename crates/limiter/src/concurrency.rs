@@ -278,7 +278,7 @@ impl Drop for QueuedSlot {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ConcurrencyUsage {
     /// The position of the rule in the charge plan.
-    pub rule: PlanPosition,
+    pub position: PlanPosition,
     /// The most requests in flight.
     pub limit: u32,
     /// Requests in flight, with this one if it holds a slot.

@@ -34,7 +34,7 @@ pub enum Decision {
 #[derive(Debug)]
 pub struct Waiter {
     /// The position of the rule in the charge plan.
-    pub rule: PlanPosition,
+    pub position: PlanPosition,
     /// The slot; dropped when the wait is over.
     pub slot: WaiterSlot,
 }

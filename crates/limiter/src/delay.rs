@@ -80,7 +80,7 @@ impl ChargePlan {
         let mut full = context.result.charges.iter().filter(|charge| charge.is_full);
         let Some(delaying) = full.find(|charge| self.rule_of(charge.layer).rule.delays()) else { return Some(None) };
         let slot = self.rule_of(delaying.layer).waiters.try_enter()?;
-        Some(Some(Waiter { rule: delaying.layer.position, slot }))
+        Some(Some(Waiter { position: delaying.layer.position, slot }))
     }
 
     /// The time at which each rule of the charge plan admits the request, Unix milliseconds; `None` if a full rule does
@@ -196,7 +196,7 @@ impl ChargePlan {
         self.peek_slots(context);
         let result = &mut context.result;
         for usage in result.concurrency.iter_mut().filter(|usage| usage.remaining() == 0) {
-            usage.state = if may_wait(usage.rule) { SlotState::Waited } else { SlotState::Full };
+            usage.state = if may_wait(usage.position) { SlotState::Waited } else { SlotState::Full };
         }
         if result.concurrency.iter().any(|usage| usage.state == SlotState::Full) {
             return Decision::Refused;

@@ -44,7 +44,7 @@ impl ChargePlan {
                 None => SlotState::Full,
             };
             let in_use = in_use + u64::from(slot.is_some());
-            context.result.concurrency.push(ConcurrencyUsage { rule: position, limit, in_use, state });
+            context.result.concurrency.push(ConcurrencyUsage { position, limit, in_use, state });
             if let Some(slot) = slot {
                 hold(position, slot);
             }
@@ -67,12 +67,12 @@ impl ChargePlan {
     /// Reads the requests in flight of all enforced rules that limit them.
     pub fn peek_slots(&self, context: &mut DecisionContext) {
         context.result.concurrency.clear();
-        for position in &self.concurrent {
-            if let Some((key, limit)) = self.concurrent_limit(*position, context)
-                && !self.shadow_rules().contains(position)
+        for position in self.concurrent.iter().copied() {
+            if let Some((key, limit)) = self.concurrent_limit(position, context)
+                && !self.shadow_rules().contains(&position)
             {
-                let (rule, in_use, state) = (*position, self.rule_set().concurrency.in_use(key), SlotState::Free);
-                context.result.concurrency.push(ConcurrencyUsage { rule, limit, in_use, state });
+                let (in_use, state) = (self.rule_set().concurrency.in_use(key), SlotState::Free);
+                context.result.concurrency.push(ConcurrencyUsage { position, limit, in_use, state });
             }
         }
     }

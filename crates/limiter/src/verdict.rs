@@ -145,12 +145,12 @@ impl<'a> Verdict<'a> {
     /// The slots of the rule.
     #[inline]
     pub fn slots(self) -> Option<&'a ConcurrencyUsage> {
-        self.all.slots().iter().find(|usage| usage.rule == self.position)
+        self.all.slots().iter().find(|usage| usage.position == self.position)
     }
 
     #[inline]
     fn has_slot_state(self, state: SlotState) -> bool {
-        self.all.slots().iter().any(|usage| usage.rule == self.position && usage.state == state)
+        self.all.slots().iter().any(|usage| usage.position == self.position && usage.state == state)
     }
 
     /// What the rule decided.
@@ -170,7 +170,7 @@ impl<'a> Verdict<'a> {
             }
             Decision::Refused => Outcome::RefusedElsewhere,
             _ if self.has_slot_state(SlotState::Waited) => Outcome::Waited,
-            Decision::Delayed { waiter: Some(waiter), .. } if waiter.rule == self.position => Outcome::Delayed,
+            Decision::Delayed { waiter: Some(waiter), .. } if waiter.position == self.position => Outcome::Delayed,
             // A window without room that is only looked at, or one of which later tokens were taken.
             Decision::Delayed { waiter: None, .. }
                 if charges.any(|charge| charge.is_full || charge_plan.takes_later_tokens(charge)) =>

@@ -122,7 +122,7 @@ impl RateLimitTemplate {
     ) -> impl Iterator<Item = (&'a ReportedConcurrency, &'a ConcurrencyUsage)> {
         self.concurrency.iter().filter_map(|reported| {
             let mut usages = context.result.concurrency.iter();
-            Some((reported, usages.find(|usage| usage.rule == reported.position)?))
+            Some((reported, usages.find(|usage| usage.position == reported.position)?))
         })
     }
 

@@ -208,7 +208,7 @@ pub fn refusal_response(
 ) -> RefusalResponse {
     let without_slot = || {
         let full = verdicts.slots().iter().filter(|usage| usage.state == SlotState::Full);
-        full.map(|usage| verdicts.of_rule(usage.rule))
+        full.map(|usage| verdicts.of_rule(usage.position))
     };
     // When the window that blocks longest has room; `None` if never, for a request of this cost. A slot may become free at any
     // time, and has no window.

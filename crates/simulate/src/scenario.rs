@@ -522,7 +522,7 @@ impl Scenario {
                     // The layers of a rule follow each other.
                     if refusing.replace(layer.position) != Some(layer.position) {
                         counts.refused += 1;
-                        let waits = delayed.waiter.as_ref().is_some_and(|waiter| waiter.rule == layer.position);
+                        let waits = delayed.waiter.as_ref().is_some_and(|waiter| waiter.position == layer.position);
                         *(if waits { &mut counts.delayed } else { &mut counts.admitted }) -= 1;
                     }
                 }

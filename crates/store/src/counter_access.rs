@@ -56,7 +56,7 @@ impl CounterAccess {
 
     /// The shared counters, if the query has keys that are counted there.
     fn shared_by_keys(&self, query: &KeyQuery<'_>) -> Option<&Rc<SharedCounters>> {
-        self.shared.as_ref().filter(|_| query.key_texts.iter().any(Option::is_some))
+        self.shared.as_ref().filter(|_| query.store_keys.iter().any(Option::is_some))
     }
 
     /// Decides a request by the keys in `context`. `now_ms`: a time of the clock that is not older than the request. `store_key`
@@ -106,7 +106,7 @@ impl CounterAccess {
                 let clock = || self.clock.now().unix_ms;
                 let now = DecisionTime::read(&clock);
                 let decision = charge_plan.recharge(&layers, &self.table, now, &mut context);
-                Ok(SharedOutcome { decision, context, refunds: Vec::new(), key_texts: StoreKeys::new() })
+                Ok(SharedOutcome { decision, context, refunds: Vec::new(), store_keys: StoreKeys::new() })
             }
             Some(shared) => shared.recharge(charge_plan, layers, context, store_keys.clone()).decide(charge_plan).await,
         }

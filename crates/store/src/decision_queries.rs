@@ -28,7 +28,7 @@ pub struct KeyQuery<'a> {
     /// Whether tokens may be reserved in later windows.
     pub reserve: bool,
     /// The keys in the store; `None` for rules that are not shared.
-    pub key_texts: StoreKeys,
+    pub store_keys: StoreKeys,
 }
 
 impl KeyQuery<'_> {
@@ -58,9 +58,9 @@ impl SharedCounters {
         let mut progress = DecisionProgress::new(query.charge_plan);
         progress.ignores_leases = true;
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
-        let key_texts = query.key_texts.clone();
+        let store_keys = query.store_keys.clone();
         let (shared, rule_set) = (Rc::clone(self), Arc::clone(query.charge_plan.rule_set()));
-        Box::new(SharedDecision { shared, rule_set, context, key_texts, progress, next: None, deadline })
+        Box::new(SharedDecision { shared, rule_set, context, store_keys, progress, next: None, deadline })
     }
 
     /// Decides and charges.
@@ -112,12 +112,12 @@ impl SharedCounters {
 
     /// Asks when a full sliding counter has as many tokens as the request needs. A read only tells when the next one returns.
     async fn find_return_times(self: &Rc<Self>, query: &KeyQuery<'_>, context: &mut DecisionContext) {
-        let KeyQuery { charge_plan, keyed_requests, key_texts, .. } = query;
+        let KeyQuery { charge_plan, keyed_requests, store_keys, .. } = query;
         let now_ms = self.clock.now().unix_ms;
         for charge in context.result.charges.iter_mut() {
             let layer_ref = charge.layer;
-            let (Some(keyed_request), Some(key_text)) =
-                (keyed_requests[layer_ref.position], &key_texts[layer_ref.position])
+            let (Some(keyed_request), Some(store_key)) =
+                (keyed_requests[layer_ref.position], &store_keys[layer_ref.position])
             else {
                 continue;
             };
@@ -125,7 +125,7 @@ impl SharedCounters {
                 continue;
             }
             let base_request =
-                self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, key_text, now_ms);
+                self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, store_key, now_ms);
             // Nothing is taken under a limit that is lower by the cost, and the reply is the same.
             let Some(ceiling) = base_request.ceiling.checked_sub(u64::from(charge.request.cost)) else { continue };
             let request = CounterRequest { ceiling, ..base_request };
@@ -169,7 +169,7 @@ impl SharedCounters {
         pending: &mut SharedDecision,
         refunds: &mut Vec<Refund>,
     ) {
-        let KeyQuery { charge_plan, keyed_requests, key_texts, .. } = query;
+        let KeyQuery { charge_plan, keyed_requests, store_keys, .. } = query;
         let now_ms = self.clock.now().unix_ms;
         for charge in pending.context.result.charges.iter_mut() {
             let layer_ref = charge.layer;
@@ -178,16 +178,16 @@ impl SharedCounters {
             if layer.shards == 1 || pending.progress.without_store.any() {
                 continue;
             }
-            let (Some(keyed_request), Some(key_text)) =
-                (keyed_requests[layer_ref.position], &key_texts[layer_ref.position])
+            let (Some(keyed_request), Some(store_key)) =
+                (keyed_requests[layer_ref.position], &store_keys[layer_ref.position])
             else {
                 continue;
             };
             for shard in 1..layer.shards {
                 let base_request =
-                    self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, key_text, now_ms);
+                    self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, store_key, now_ms);
                 let request =
-                    CounterRequest { key_base: self.key_base(key_text, suffix, shard), used_min: 0, ..base_request };
+                    CounterRequest { key_base: self.key_base(store_key, suffix, shard), used_min: 0, ..base_request };
                 match self.acquire(std::slice::from_ref(&request)).await {
                     Ok(AcquireReply::Granted { counters: replies, .. }) => {
                         let used = replies.iter().fold(0, |sum: u64, reply| sum.saturating_add(reply.used));

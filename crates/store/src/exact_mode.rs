@@ -167,17 +167,17 @@ impl SharedCounters {
         rule_set: &Arc<RuleSet>,
         rule: RuleId,
         keyed_request: KeyedRequest,
-        key_text: &Rc<str>,
+        store_key: &Rc<str>,
     ) {
-        if self.is_unreachable(&self.key_base(key_text, "", 0)) {
-            return self.overdraw_locally(rule_set, rule, keyed_request, key_text);
+        if self.is_unreachable(&self.key_base(store_key, "", 0)) {
+            return self.overdraw_locally(rule_set, rule, keyed_request, store_key);
         }
-        let requests = self.overdraw_requests(rule_set, rule, keyed_request, key_text);
+        let requests = self.overdraw_requests(rule_set, rule, keyed_request, store_key);
         let charge = self.new_charge();
         for (layer, request) in layers_of_key(rule_set, rule, keyed_request).zip(&requests) {
             self.begin_charge(charge, layer.counter(keyed_request), request.window, request.need);
         }
-        let (shared, rule_set, key_text) = (Rc::clone(self), Arc::clone(rule_set), Rc::clone(key_text));
+        let (shared, rule_set, store_key) = (Rc::clone(self), Arc::clone(rule_set), Rc::clone(store_key));
         tokio::task::spawn_local(async move {
             let mut requests = requests;
             let mut charged = None;
@@ -189,7 +189,7 @@ impl SharedCounters {
                     // The script refuses no request without a ceiling.
                     ChargeOutcome::Refused(_) => charged = Some(Vec::new()),
                     ChargeOutcome::OtherWindow => {
-                        requests = shared.overdraw_requests(&rule_set, rule, keyed_request, &key_text);
+                        requests = shared.overdraw_requests(&rule_set, rule, keyed_request, &store_key);
                         continue;
                     }
                     ChargeOutcome::Failed => {}
@@ -200,7 +200,7 @@ impl SharedCounters {
             match charged {
                 Some(replies) => shared.note_overdraft(&rule_set, rule, keyed_request, &requests, &replies),
                 // Before the known usage loses the tokens.
-                None => shared.overdraw_locally(&rule_set, rule, keyed_request, &key_text),
+                None => shared.overdraw_locally(&rule_set, rule, keyed_request, &store_key),
             }
             let layers = layers_of_key(&rule_set, rule, keyed_request);
             layers.for_each(|layer| shared.end_charge(charge, layer.counter(keyed_request), is_charged));
@@ -248,11 +248,11 @@ impl SharedCounters {
         rule_set: &RuleSet,
         rule: RuleId,
         keyed_request: KeyedRequest,
-        key_text: &str,
+        store_key: &str,
     ) -> Vec<CounterRequest> {
         let (cost, now_ms) = (u64::from(keyed_request.cost), self.clock.now().unix_ms);
         let request = |layer| {
-            let base_request = self.counter_request(rule_set, layer, keyed_request, key_text, now_ms);
+            let base_request = self.counter_request(rule_set, layer, keyed_request, store_key, now_ms);
             CounterRequest { need: cost, ceiling: TOKENS_MAX, ..base_request }
         };
         rule_set.rules[rule].variant(keyed_request.variant).map(request).collect()
@@ -264,7 +264,7 @@ impl SharedCounters {
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
-        key_text: impl Fn(PlanPosition) -> Option<Rc<str>>,
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         if !charge_plan.has_penalties() {
             return;
@@ -273,8 +273,8 @@ impl SharedCounters {
         for position in charge_plan.new_penalties(context, 0) {
             let charge = &mut context.result.charges[position];
             let of = charge.layer;
-            let (Some(keyed_request), Some(key_text)) =
-                (context.inputs.keyed_requests[of.position], key_text(of.position))
+            let (Some(keyed_request), Some(store_key)) =
+                (context.inputs.keyed_requests[of.position], store_key(of.position))
             else {
                 continue;
             };
@@ -285,7 +285,7 @@ impl SharedCounters {
             self.raise_known_usage(charge.counter, charge.usage.end_ms, 1, now_ms);
             let (shared, rule_set) = (Rc::clone(self), Arc::clone(rule_set));
             tokio::task::spawn_local(async move {
-                shared.start_store_penalty(&rule_set, of.id.rule, keyed_request, &key_text).await;
+                shared.start_store_penalty(&rule_set, of.id.rule, keyed_request, &store_key).await;
             });
         }
     }
@@ -296,11 +296,11 @@ impl SharedCounters {
         rule_set: &RuleSet,
         rule: RuleId,
         keyed_request: KeyedRequest,
-        key_text: &str,
+        store_key: &str,
     ) {
         let Some(layer) = rule_set.rules[rule].penalty else { return };
         let now_ms = self.clock.now().unix_ms;
-        let base_request = self.counter_request(rule_set, layer, keyed_request, key_text, now_ms);
+        let base_request = self.counter_request(rule_set, layer, keyed_request, store_key, now_ms);
         let request = CounterRequest { need: 1, ceiling: 1, ..base_request };
         match self.acquire(&[request]).await {
             Ok(AcquireReply::Granted { .. } | AcquireReply::Refused { .. }) => {}
@@ -357,13 +357,19 @@ impl SharedCounters {
         charge.is_full = used + u64::from(charge.request.cost) > charge.request.ceiling;
     }
 
-    fn overdraw_locally(&self, rule_set: &Arc<RuleSet>, rule: RuleId, keyed_request: KeyedRequest, key_text: &Rc<str>) {
+    fn overdraw_locally(
+        &self,
+        rule_set: &Arc<RuleSet>,
+        rule: RuleId,
+        keyed_request: KeyedRequest,
+        store_key: &Rc<str>,
+    ) {
         let compiled_rule = &rule_set.rules[rule];
         if compiled_rule.rule.on_outage == OnOutage::Local {
             rule_set.charge_excess(rule, keyed_request, &self.table, self.clock.now().unix_ms);
             compiled_rule
                 .variant(keyed_request.variant)
-                .for_each(|layer| self.record_unreported_layer(rule_set, layer, keyed_request, key_text));
+                .for_each(|layer| self.record_unreported_layer(rule_set, layer, keyed_request, store_key));
         }
     }
 }
@@ -434,13 +440,13 @@ impl SharedDecision {
 
     /// What the store is asked about the charges from `first` on.
     fn layers_to_send_from(&mut self, charge_plan: &ChargePlan, first: usize, now_ms: u64) -> Vec<SentLayer> {
-        let SharedDecision { shared, context, key_texts, .. } = self;
+        let SharedDecision { shared, context, store_keys, .. } = self;
         let rule_set = charge_plan.rule_set();
         let mut sent = Vec::new();
         for (position, charge) in context.result.charges.iter_mut().enumerate().skip(first) {
             let layer_ref = charge.layer;
-            let (Some(keyed_request), Some(Some(key_text))) =
-                (context.inputs.keyed_requests[layer_ref.position], key_texts.get(layer_ref.position))
+            let (Some(keyed_request), Some(Some(store_key))) =
+                (context.inputs.keyed_requests[layer_ref.position], store_keys.get(layer_ref.position))
             else {
                 continue;
             };
@@ -448,8 +454,8 @@ impl SharedDecision {
                 // Until the store replies, a window without usage is assumed.
                 charge.usage.end_ms = charge.request.end_ms;
             }
-            let base_request = shared.counter_request(rule_set, layer_ref.id, keyed_request, key_text, now_ms);
-            shared.record_local_usage(rule_set, layer_ref.id, keyed_request, key_text, base_request.ceiling);
+            let base_request = shared.counter_request(rule_set, layer_ref.id, keyed_request, store_key, now_ms);
+            shared.record_local_usage(rule_set, layer_ref.id, keyed_request, store_key, base_request.ceiling);
             let (layer, least) = (charge_plan.layer(layer_ref), base_request.used_min);
             let local = match layer.is_penalty() {
                 true => shared.known_penalty(charge_plan, layer_ref, keyed_request, least),
@@ -618,7 +624,7 @@ impl SharedDecision {
             }
             match sent {
                 SendResult::Granted(refunds) => {
-                    shared.record_unreported(charge_plan, &self.context, first, &self.key_texts);
+                    shared.record_unreported(charge_plan, &self.context, first, &self.store_keys);
                     self.keep_reservations(refunds, &times, now_ms, mid);
                     self.progress.decision = Some(Decision::Delayed { until_ms, waiter, recharge: again });
                     self.recharge_ended_windows(mid, |layer_ref| times[layer_ref.position] <= now_ms);
@@ -693,8 +699,8 @@ impl SharedDecision {
     }
 
     fn resume(&mut self, charge_plan: &ChargePlan) -> NextStep {
-        let SharedDecision { shared, context, key_texts, progress, .. } = self;
-        Rc::clone(shared).advance(charge_plan, context, key_texts, progress)
+        let SharedDecision { shared, context, store_keys, progress, .. } = self;
+        Rc::clone(shared).advance(charge_plan, context, store_keys, progress)
     }
 
     fn full_rules(&self, first: usize) -> Vec<PlanPosition> {

@@ -53,7 +53,7 @@ pub struct Leases {
 pub struct LeaseRecord {
     pub counter: Counter,
     /// The key in the store.
-    pub key_text: Option<Rc<str>>,
+    pub store_key: Option<Rc<str>>,
     /// Where the latest tokens came from.
     pub refund_target: Option<RefundTarget>,
     /// Tokens requested by the last fetch.
@@ -120,7 +120,7 @@ impl LeaseRecord {
     fn new(counter: Counter, shard: u32, now: Instant) -> LeaseRecord {
         LeaseRecord {
             counter,
-            key_text: None,
+            store_key: None,
             refund_target: None,
             fetch_size: 0,
             last_fetch: now,

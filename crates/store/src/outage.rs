@@ -143,17 +143,17 @@ impl SharedCounters {
         charge_plan: &ChargePlan,
         context: &DecisionContext,
         first: usize,
-        key_texts: &StoreKeys,
+        store_keys: &StoreKeys,
     ) {
         let charges = context.result.charges.iter().skip(first);
         for LayerRef { position, id } in
             charges.filter(|charge| charge.mode == CountingMode::LocalFallback).map(|charge| charge.layer)
         {
-            let key_text = key_texts.get(position).and_then(Option::as_ref);
-            let (Some(key_text), Some(keyed_request)) = (key_text, context.inputs.keyed_requests[position]) else {
+            let store_key = store_keys.get(position).and_then(Option::as_ref);
+            let (Some(store_key), Some(keyed_request)) = (store_key, context.inputs.keyed_requests[position]) else {
                 continue;
             };
-            self.record_unreported_layer(charge_plan.rule_set(), id, keyed_request, key_text);
+            self.record_unreported_layer(charge_plan.rule_set(), id, keyed_request, store_key);
         }
     }
 
@@ -163,13 +163,13 @@ impl SharedCounters {
         rule_set: &Arc<RuleSet>,
         layer: LayerId,
         keyed_request: KeyedRequest,
-        key_text: &Rc<str>,
+        store_key: &Rc<str>,
     ) {
         self.unreported.add(UnreportedCharge {
             rule_set: Arc::clone(rule_set),
             layer,
             keyed_request,
-            key_text: Rc::clone(key_text),
+            store_key: Rc::clone(store_key),
         });
     }
 
@@ -181,14 +181,14 @@ impl SharedCounters {
         rule_set: &Arc<RuleSet>,
         layer: LayerId,
         keyed_request: KeyedRequest,
-        key_text: &Rc<str>,
+        store_key: &Rc<str>,
         ceiling: u64,
     ) {
         let compiled_rule = &rule_set.rules[layer.rule];
         let compiled_layer = compiled_rule.layer(layer);
         let is_used_locally = ceiling < u64::from(compiled_layer.capacity);
         if is_used_locally && compiled_rule.rule.on_outage == OnOutage::Local && !compiled_layer.is_penalty() {
-            self.record_unreported_layer(rule_set, layer, keyed_request, key_text);
+            self.record_unreported_layer(rule_set, layer, keyed_request, store_key);
         }
     }
 
@@ -220,11 +220,11 @@ impl SharedCounters {
     }
 
     fn server_of(&self, charge: &UnreportedCharge) -> ServerId {
-        self.store.server_of(&self.key_base(&charge.key_text, "", 0))
+        self.store.server_of(&self.key_base(&charge.store_key, "", 0))
     }
 
     fn key_base_of(&self, id: CounterId) -> Option<Rc<str>> {
-        self.unreported.get(id).map(|charge| self.key_base(&charge.key_text, "", 0))
+        self.unreported.get(id).map(|charge| self.key_base(&charge.store_key, "", 0))
     }
 
     /// Some unreported counters of a server; drops those whose windows have ended.
@@ -376,7 +376,7 @@ impl SharedCounters {
         let (compiled_rule, layer) = (&charge.rule_set.rules[charge.layer.rule], charge.layer);
         let (mut reachable, mut unreachable) = (Vec::new(), Vec::new());
         for shard in 0..compiled_rule.layer(layer).shards {
-            let base = self.key_base(&charge.key_text, compiled_rule.suffix(layer), shard);
+            let base = self.key_base(&charge.store_key, compiled_rule.suffix(layer), shard);
             let owner = self.store.server_of(&base);
             if owner != server && (self.breaker.is_open(owner) || unreachable.contains(&owner)) {
                 continue;
@@ -399,7 +399,7 @@ impl SharedCounters {
     /// Reports one counter to a server and to its other shards; returns `false` if the server is unreachable.
     async fn report_counter(self: &Rc<Self>, id: CounterId, server: ServerId) -> bool {
         let Some(charge) = self.unreported.get(id) else { return true };
-        let UnreportedCharge { rule_set, layer, keyed_request, key_text } = &charge;
+        let UnreportedCharge { rule_set, layer, keyed_request, store_key } = &charge;
         let (layer, keyed_request) = (*layer, *keyed_request);
         let shards = rule_set.layer(layer).shards;
         let began = self.clock.instant();
@@ -418,7 +418,7 @@ impl SharedCounters {
             return true;
         }
         // The report includes known usage, in case the server has forgotten it and this call recreates the counter.
-        let known = self.counter_request(rule_set, layer, keyed_request, key_text, now_ms);
+        let known = self.counter_request(rule_set, layer, keyed_request, store_key, now_ms);
         let CounterRequest { used_min, window, .. } = known;
         let counter = charge.counter();
         // The local counter is emptied before the report, because usage must not be reported twice: whether a report
@@ -453,7 +453,7 @@ impl SharedCounters {
             if part == 0 {
                 break;
             }
-            let base_request = self.counter_request(rule_set, layer, keyed_request, key_text, now_ms);
+            let base_request = self.counter_request(rule_set, layer, keyed_request, store_key, now_ms);
             let owner = self.store.server_of(&base);
             let request = CounterRequest {
                 key_base: base,

@@ -150,8 +150,8 @@ impl SharedCounters {
     }
 
     /// The beginning of the keys of one shard of a counter: see `store_key::counter_name`.
-    pub(super) fn key_base(&self, text: &str, suffix: &str, shard: u32) -> Rc<str> {
-        counter_name(&self.prefix, text, shard, suffix).into()
+    pub(super) fn key_base(&self, store_key: &str, suffix: &str, shard: u32) -> Rc<str> {
+        counter_name(&self.prefix, store_key, shard, suffix).into()
     }
 
     /// One acquire call, with bookkeeping: time, circuit breaker, metrics, reconnects.
@@ -367,13 +367,13 @@ impl SharedCounters {
         &self,
         charge_plan: &ChargePlan,
         keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
-        key_texts: &StoreKeys,
+        store_keys: &StoreKeys,
         receipts: &[ShardReceipt],
     ) {
         let now = self.clock.instant();
         for (position, compiled_rule) in charge_plan.compiled_rules() {
-            let key_text = key_texts.get(position).and_then(Option::as_ref);
-            let (Some(keyed_request), Some(key_text)) = (&keyed_requests[position], key_text) else { continue };
+            let store_key = store_keys.get(position).and_then(Option::as_ref);
+            let (Some(keyed_request), Some(store_key)) = (&keyed_requests[position], store_key) else { continue };
             for id in compiled_rule.variant(keyed_request.variant) {
                 let layer = compiled_rule.layer(id);
                 let (counter, kind) = (layer.counter(*keyed_request), layer.request.kind);
@@ -388,7 +388,7 @@ impl SharedCounters {
                 self.leases.with_or_insert(counter, self.own_shard, now, |record| {
                     let shard = record.shard % layer.shards;
                     record.refund_target.get_or_insert_with(|| RefundTarget {
-                        key_base: self.key_base(key_text, compiled_rule.suffix(id), shard),
+                        key_base: self.key_base(store_key, compiled_rule.suffix(id), shard),
                         kind,
                         number: window.number_of_lease(end_ms),
                         limit: layer.request.limit,
@@ -641,7 +641,7 @@ mod tests {
                 rule_set.refund(&receipts, u32::MAX, &shared.table, START_MS);
                 let requests = &context.inputs.keyed_requests;
                 let before: Vec<u64> = keys.iter().map(|key| worker.store.used(key)).collect();
-                shared.track_refunded_leases(charge_plan, requests, &worker.key_texts("a"), &receipts);
+                shared.track_refunded_leases(charge_plan, requests, &worker.store_keys("a"), &receipts);
                 shared.return_idle(true).await;
                 let after: Vec<u64> = keys.iter().map(|key| worker.store.used(key)).collect();
                 assert_eq!(after, before.iter().map(|used| used - 1).collect::<Vec<_>>(), "{keys:?}");

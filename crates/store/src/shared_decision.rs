@@ -46,7 +46,7 @@ pub struct SharedDecision {
     pub(super) rule_set: Arc<RuleSet>,
     pub(super) context: DecisionContext,
     /// The store keys of the charge plan's rules; `None` for rules that are not shared or do not apply.
-    pub(super) key_texts: StoreKeys,
+    pub(super) store_keys: StoreKeys,
     pub(super) progress: DecisionProgress,
     pub(super) next: Option<NextStep>,
     pub(super) deadline: Instant,
@@ -60,7 +60,7 @@ pub struct SharedOutcome {
     /// Refunds of what the store has charged, each with the position of its rule.
     pub refunds: Vec<(PlanPosition, Refund)>,
     /// The store keys of the shared rules.
-    pub key_texts: StoreKeys,
+    pub store_keys: StoreKeys,
 }
 
 /// A rule with `on_outage = "refuse"` cannot be counted.
@@ -178,18 +178,18 @@ impl DecisionProgress {
 }
 
 impl SharedCounters {
-    /// Decides a request by the keys in `context`. `text` returns the store key of a rule.
+    /// Decides a request by the keys in `context`. `store_key` returns the store key of a rule.
     pub fn begin(
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
-        text: impl Fn(PlanPosition) -> Option<Rc<str>>,
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) -> BeginResult {
         context.clear();
         let mut progress = DecisionProgress::new(charge_plan);
         match self.advance(charge_plan, context, &StoreKeys::new(), &mut progress) {
             NextStep::Done(decision) => {
-                self.follow_refusals(charge_plan, context, &progress, &decision, text);
+                self.follow_refusals(charge_plan, context, &progress, &decision, store_key);
                 BeginResult::Decided(decision)
             }
             NextStep::Unavailable => BeginResult::Unavailable,
@@ -198,9 +198,9 @@ impl SharedCounters {
                     charge_plan.rule(position).rule.sharing != Sharing::Local
                         && context.inputs.keyed_requests[position].is_some()
                 };
-                let text = |position| if is_shared(position) { text(position) } else { None };
+                let store_key = |position| if is_shared(position) { store_key(position) } else { None };
                 BeginResult::Pending(Box::new(SharedDecision {
-                    key_texts: charge_plan.rules().ids().map(text).collect(),
+                    store_keys: charge_plan.rules().ids().map(store_key).collect(),
                     shared: Rc::clone(self),
                     rule_set: Arc::clone(charge_plan.rule_set()),
                     context: context.clone(),
@@ -219,15 +219,15 @@ impl SharedCounters {
         context: &mut DecisionContext,
         progress: &DecisionProgress,
         decision: &Decision,
-        text: impl Fn(PlanPosition) -> Option<Rc<str>>,
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         if matches!(decision, Decision::Refused) {
-            self.add_layers_not_sent(charge_plan, context, progress, &text);
+            self.add_layers_not_sent(charge_plan, context, progress, &store_key);
         }
         if matches!(decision, Decision::Refused) || !context.result.shadowed.is_empty() {
-            self.start_penalties(charge_plan, context, &text);
-            self.charge_refused_request(charge_plan, context, progress, &text);
-            self.recheck(charge_plan, context, text);
+            self.start_penalties(charge_plan, context, &store_key);
+            self.charge_refused_request(charge_plan, context, progress, &store_key);
+            self.recheck(charge_plan, context, store_key);
         }
     }
 
@@ -237,10 +237,10 @@ impl SharedCounters {
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
-        text: impl Fn(PlanPosition) -> Option<Rc<str>>,
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         let progress = DecisionProgress::new(charge_plan);
-        self.charge_refused_request(charge_plan, context, &progress, text);
+        self.charge_refused_request(charge_plan, context, &progress, store_key);
     }
 
     /// Charges layers of a delayed request again whose windows have ended since.
@@ -249,13 +249,13 @@ impl SharedCounters {
         charge_plan: &ChargePlan,
         layers: Vec<LayerRef>,
         mut context: DecisionContext,
-        key_texts: StoreKeys,
+        store_keys: StoreKeys,
     ) -> Box<SharedDecision> {
         context.clear();
         let progress = DecisionProgress { recharged: Some(layers), ..DecisionProgress::new(charge_plan) };
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
         let (shared, rule_set) = (Rc::clone(self), Arc::clone(charge_plan.rule_set()));
-        Box::new(SharedDecision { shared, rule_set, context, key_texts, progress, next: None, deadline })
+        Box::new(SharedDecision { shared, rule_set, context, store_keys, progress, next: None, deadline })
     }
 
     /// Continues until the request is decided or has to wait.
@@ -263,7 +263,7 @@ impl SharedCounters {
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
-        key_texts: &StoreKeys,
+        store_keys: &StoreKeys,
         progress: &mut DecisionProgress,
     ) -> NextStep {
         loop {
@@ -316,7 +316,7 @@ impl SharedCounters {
                     if !self.unreported.is_empty() {
                         charge_plan.add_local_usage(&self.table, context, first);
                     }
-                    self.record_unreported(charge_plan, context, first, key_texts);
+                    self.record_unreported(charge_plan, context, first, store_keys);
                     if shadow.is_none() {
                         progress.decision = Some(admitted);
                     }
@@ -367,20 +367,20 @@ impl SharedDecision {
             let next = match self.next.take() {
                 Some(next) => next,
                 None => {
-                    let SharedDecision { context, key_texts, progress, .. } = &mut *self;
-                    shared.advance(charge_plan, context, key_texts, progress)
+                    let SharedDecision { context, store_keys, progress, .. } = &mut *self;
+                    shared.advance(charge_plan, context, store_keys, progress)
                 }
             };
             match next {
                 NextStep::Done(decision) => {
-                    let SharedDecision { context, key_texts, progress, .. } = &mut *self;
-                    let key_text = |rule| key_texts.get(rule).cloned().flatten();
-                    shared.follow_refusals(charge_plan, context, progress, &decision, key_text);
+                    let SharedDecision { context, store_keys, progress, .. } = &mut *self;
+                    let store_key = |rule| store_keys.get(rule).cloned().flatten();
+                    shared.follow_refusals(charge_plan, context, progress, &decision, store_key);
                     if let Decision::Refused = decision {
                         shared.refund_later(progress.refunds.drain(..).map(|(_, refund)| refund).collect());
                     }
-                    let (context, key_texts, refunds) = (take(context), take(key_texts), take(&mut progress.refunds));
-                    return Ok(SharedOutcome { decision, context, refunds, key_texts });
+                    let (context, store_keys, refunds) = (take(context), take(store_keys), take(&mut progress.refunds));
+                    return Ok(SharedOutcome { decision, context, refunds, store_keys });
                 }
                 // Dropping the decision refunds what was charged.
                 NextStep::Unavailable => return Err(Unavailable),
@@ -426,8 +426,8 @@ impl SharedDecision {
     }
 
     /// The store key of a rule; `None` if the rule is not shared or does not apply.
-    pub(super) fn key_text(&self, rule: PlanPosition) -> Option<Rc<str>> {
-        self.key_texts.get(rule).cloned().flatten()
+    pub(super) fn store_key(&self, rule: PlanPosition) -> Option<Rc<str>> {
+        self.store_keys.get(rule).cloned().flatten()
     }
 
     /// Starts another round for these rules. `true`: the rules continue without the store, because there were too many
@@ -454,8 +454,8 @@ impl SharedDecision {
         }
         let mut is_skipped = false;
         for rule in rules {
-            let Some(text) = self.key_text(*rule) else { continue };
-            if self.shared.is_unreachable(&self.shared.key_base(&text, "", 0)) {
+            let Some(store_key) = self.store_key(*rule) else { continue };
+            if self.shared.is_unreachable(&self.shared.key_base(&store_key, "", 0)) {
                 self.progress.without_store[*rule] = true;
                 is_skipped = true;
             }
@@ -474,8 +474,8 @@ impl SharedDecision {
         if Instant::from_std(self.shared.clock.instant()) < began + self.shared.timeout / 2 {
             return;
         }
-        if let Some(text) = rules.first().and_then(|rule| self.key_text(*rule)) {
-            let server = self.shared.store.server_of(&self.shared.key_base(&text, "", 0));
+        if let Some(store_key) = rules.first().and_then(|rule| self.store_key(*rule)) {
+            let server = self.shared.store.server_of(&self.shared.key_base(&store_key, "", 0));
             self.shared.record_timeout(server);
         }
     }
@@ -561,10 +561,10 @@ mod tests {
             let worker = TestWorker::new(&rules).await;
             let mut context = worker.context("a", 1);
             context.inputs.keyed_requests[PlanPosition::at(2)] = None;
-            let texts = worker.key_texts("a");
+            let texts = worker.store_keys("a");
             let begun = worker.shared.begin(&worker.charge_plan, &mut context, |i| texts[i].clone());
             let BeginResult::Pending(pending) = begun else { panic!("the store is asked") };
-            assert_eq!(pending.key_texts, [None, Some("r|a".into()), None]);
+            assert_eq!(pending.store_keys, [None, Some("r|a".into()), None]);
         });
     }
 
@@ -595,7 +595,7 @@ mod tests {
                     charge_plan: &worker.charge_plan,
                     keyed_requests: worker.context("a", 1).inputs.keyed_requests,
                     reserve: false,
-                    key_texts: worker.key_texts("a"),
+                    store_keys: worker.store_keys("a"),
                 };
                 for _ in 0..2 {
                     let Ok((Decision::Admitted, _)) = worker.shared.limit(&query).await else { panic!("admitted") };
@@ -611,7 +611,7 @@ mod tests {
             let worker = TestWorker::new(&[Rule { count_refused: true, ..leased(&["5/hour"]) }]).await;
             let (_, mut context) = worker.outcome("a", 2).await.unwrap();
             worker.settled_calls().await;
-            let texts = worker.key_texts("a");
+            let texts = worker.store_keys("a");
             worker.shared.charge_refusal(&worker.charge_plan, &mut context, |rule| texts[rule].clone());
             assert_eq!(worker.settled_calls().await, [acquire(KEY, [2, 2, 0])]);
         });
@@ -624,7 +624,7 @@ mod tests {
             let exact = Rule { sharing: Sharing::Exact, ..leased(&["9/minute", "90/hour"]) };
             let worker = TestWorker::new(&[exact, Rule { sharing: Sharing::Exact, ..shadow }]).await;
             let layers = vec![worker.layer_ref(0, 1)];
-            let (context, texts) = (worker.context("a", 2), worker.key_texts("a"));
+            let (context, texts) = (worker.context("a", 2), worker.store_keys("a"));
             let pending = worker.shared.recharge(&worker.charge_plan, layers, context, texts);
             assert!(pending.deadline > Instant::from_std(worker.clock.instant()));
             let outcome = pending.decide(&worker.charge_plan).await.unwrap();

@@ -395,7 +395,7 @@ impl TestWorker {
     }
 
     /// The store keys of a key under all rules.
-    pub fn key_texts(&self, key: &str) -> StoreKeys {
+    pub fn store_keys(&self, key: &str) -> StoreKeys {
         let text = |rule: &RuleId| Some(format!("{}|{key}", self.rule_set.rules[*rule].rule.name).into());
         self.charge_plan.rules().map(text)
     }
@@ -424,7 +424,7 @@ impl TestWorker {
     fn begin_of(&self, variant: VariantId, key: &str, cost: u32) -> (BeginResult, DecisionContext) {
         let mut context = self.context(key, cost);
         context.inputs.keyed_requests[PlanPosition::at(0)].as_mut().expect("the rule applies").variant = variant;
-        let texts = self.key_texts(key);
+        let texts = self.store_keys(key);
         let begun = self.shared.begin(&self.charge_plan, &mut context, |rule| texts[rule].clone());
         (begun, context)
     }

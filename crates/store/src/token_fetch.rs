@@ -42,7 +42,7 @@ pub struct TokenFetch {
     /// The layer's ordinary counter.
     pub counter: Counter,
     /// The key in the store.
-    pub key_text: Rc<str>,
+    pub store_key: Rc<str>,
     pub shards: u32,
     /// The generation of connections when `request` was made.
     pub generation: u64,
@@ -125,7 +125,7 @@ impl SharedCounters {
             let shard = (first + i) % shards;
             let part = part_of_shard(whole, shards, shard);
             let suffix = fetch.rule_set.rules[fetch.layer.rule].suffix(fetch.layer);
-            let base = self.key_base(&fetch.key_text, suffix, shard);
+            let base = self.key_base(&fetch.store_key, suffix, shard);
             // The next shard may have what one shard lacks.
             let mut need = missing.min(part);
             let (request, replies) = loop {
@@ -270,11 +270,11 @@ impl SharedCounters {
             let left = u64::from(self.table.leased_tokens(counter, now_ms));
             let cost = u64::from(charge.request.cost);
             let low = self.leases.with_existing(counter_id(counter), |record| {
-                let key_text = record.key_text.clone().filter(|_| record.is_low(left, now_ms))?;
-                Some((key_text, record.next_fetch_size(cost, now)))
+                let store_key = record.store_key.clone().filter(|_| record.is_low(left, now_ms))?;
+                Some((store_key, record.next_fetch_size(cost, now)))
             });
-            if let Some((key_text, want)) = low.flatten() {
-                fetches.push(self.token_fetch(charge_plan, layer_ref, keyed_request, key_text, 0, want));
+            if let Some((store_key, want)) = low.flatten() {
+                fetches.push(self.token_fetch(charge_plan, layer_ref, keyed_request, store_key, 0, want));
             }
         }
         if !fetches.is_empty() {
@@ -288,7 +288,7 @@ impl SharedCounters {
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
         context: &DecisionContext,
-        key_text: impl Fn(PlanPosition) -> Option<Rc<str>>,
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         let now = self.clock.instant();
         let mut fetches = Vec::new();
@@ -305,14 +305,14 @@ impl SharedCounters {
                 record.is_recheck_due(now, period_ms)
             });
             if due == Some(true)
-                && let Some(key_text) = key_text(layer_ref.position)
-                && !self.is_unreachable(&self.key_base(&key_text, "", 0))
+                && let Some(store_key) = store_key(layer_ref.position)
+                && !self.is_unreachable(&self.key_base(&store_key, "", 0))
             {
                 fetches.push(self.token_fetch(
                     charge_plan,
                     layer_ref,
                     keyed_request,
-                    key_text,
+                    store_key,
                     0,
                     u64::from(charge.request.cost),
                 ));
@@ -330,7 +330,7 @@ impl SharedCounters {
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
         progress: &DecisionProgress,
-        key_text: impl Fn(PlanPosition) -> Option<Rc<str>>,
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         if !charge_plan.counts_refused() {
             return;
@@ -348,10 +348,10 @@ impl SharedCounters {
             let layer = charge_plan.layer(layer_ref);
             let left = u64::from(layer.capacity).saturating_sub(charge.usage.used);
             let tokens = u64::from(charge.request.cost).min(left);
-            let (true, Some(keyed_request), Some(key_text)) = (
+            let (true, Some(keyed_request), Some(store_key)) = (
                 is_elsewhere && tokens > 0,
                 context.inputs.keyed_requests[layer_ref.position],
-                key_text(layer_ref.position),
+                store_key(layer_ref.position),
             ) else {
                 continue;
             };
@@ -369,7 +369,7 @@ impl SharedCounters {
             charge.usage.used += if opens_window { leased } else { tokens };
             if leased < tokens {
                 let request =
-                    self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, &key_text, now_ms);
+                    self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, &store_key, now_ms);
                 let (shared, tokens) = (Rc::clone(self), tokens - leased);
                 let charge = (!opens_window).then(|| self.new_charge());
                 if let Some(id) = charge {
@@ -487,7 +487,7 @@ impl SharedCounters {
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
         progress: &DecisionProgress,
-        key_text: impl Fn(PlanPosition) -> Option<Rc<str>>,
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         if !charge_plan.counts_refused() && !charge_plan.has_penalties() {
             return;
@@ -512,13 +512,13 @@ impl SharedCounters {
             if charge.request.kind == WindowKind::Sliding
                 && !charge.is_full
                 && may_be_full
-                && let Some(key_text) = key_text(layer_ref.position)
+                && let Some(store_key) = store_key(layer_ref.position)
                 && self.begin_check(charge.counter)
             {
                 // Tokens may have come back: only the store knows.
                 let counter = charge.counter;
                 let request =
-                    self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, &key_text, now_ms);
+                    self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, &store_key, now_ms);
                 let ceiling = request.ceiling.saturating_sub(u64::from(charge.request.cost));
                 let (shared, rule_set) = (Rc::clone(self), Arc::clone(charge_plan.rule_set()));
                 tokio::task::spawn_local(async move {
@@ -526,7 +526,7 @@ impl SharedCounters {
                     let reply = shared.acquire(&[request]).await;
                     shared.leases.with_existing(counter_id(counter), |record| record.is_being_checked = false);
                     if let Ok(AcquireReply::Refused { .. }) = reply {
-                        shared.start_store_penalty(&rule_set, layer_ref.id.rule, keyed_request, &key_text).await;
+                        shared.start_store_penalty(&rule_set, layer_ref.id.rule, keyed_request, &store_key).await;
                     }
                 });
             }
@@ -547,7 +547,7 @@ impl SharedCounters {
         rule_set: &RuleSet,
         layer: LayerId,
         keyed_request: KeyedRequest,
-        key_text: &str,
+        store_key: &str,
         now_ms: u64,
     ) -> CounterRequest {
         let compiled_rule = &rule_set.rules[layer.rule];
@@ -556,7 +556,7 @@ impl SharedCounters {
         let (suffix, layer) = (compiled_rule.suffix(layer), compiled_rule.layer(layer));
         let windows = rule_set.windows_of(layer);
         let at = StoreWindow::at(layer.request.kind, windows, now_ms, keyed_request.offset);
-        let base = self.key_base(key_text, suffix, 0);
+        let base = self.key_base(store_key, suffix, 0);
         let ceiling = u64::from(layer.capacity).saturating_sub(local_usage);
         let used_min = self.used_at_least(layer.counter(keyed_request), windows.counted_ms(), now_ms);
         CounterRequest {
@@ -621,20 +621,20 @@ impl SharedCounters {
         charge_plan: &ChargePlan,
         layer_ref: LayerRef,
         keyed_request: KeyedRequest,
-        key_text: Rc<str>,
+        store_key: Rc<str>,
         need: u64,
         want: u64,
     ) -> TokenFetch {
         let (rule_set, layer) = (charge_plan.rule_set(), charge_plan.layer(layer_ref));
         let now_ms = self.clock.now().unix_ms;
-        let base_request = self.counter_request(rule_set, layer_ref.id, keyed_request, &key_text, now_ms);
-        self.record_local_usage(rule_set, layer_ref.id, keyed_request, &key_text, base_request.ceiling);
+        let base_request = self.counter_request(rule_set, layer_ref.id, keyed_request, &store_key, now_ms);
+        self.record_local_usage(rule_set, layer_ref.id, keyed_request, &store_key, base_request.ceiling);
         TokenFetch {
             rule_set: Arc::clone(rule_set),
             layer: layer_ref.id,
             keyed_request,
             counter: layer.counter(keyed_request),
-            key_text,
+            store_key,
             shards: layer.shards,
             generation: self.generation.get(),
             request: CounterRequest { need, want, ..base_request },
@@ -766,7 +766,7 @@ impl SharedDecision {
                 && !self.progress.without_store[position]
                 && keyed_requests[position].is_some()
         };
-        let bases = missing.iter().filter_map(|i| self.key_text(self.context.result.charges[*i].layer.position));
+        let bases = missing.iter().filter_map(|i| self.store_key(self.context.result.charges[*i].layer.position));
         let bases: Vec<Rc<str>> = bases.map(|text| self.shared.key_base(&text, "", 0)).collect();
         let is_sharded = |i: &usize| charge_plan.layer(self.context.result.charges[*i].layer).shards > 1;
         !charge_plan.rules().ids().any(is_sent)
@@ -781,14 +781,14 @@ impl SharedDecision {
         let now = shared.clock.instant();
         let mut joined = Vec::<Rc<InFlightFetch>>::new();
         for i in missing {
-            let key_text = self.key_text(self.context.result.charges[*i].layer.position);
-            let Some(counter) = self.counter_of(charge_plan, *i).filter(|_| key_text.is_some()) else {
+            let store_key = self.store_key(self.context.result.charges[*i].layer.position);
+            let Some(counter) = self.counter_of(charge_plan, *i).filter(|_| store_key.is_some()) else {
                 continue;
             };
             let need = missing_tokens(&self.context.result.charges[*i]);
             let in_flight = shared.leases.with_existing(counter_id(counter), |record| {
                 let in_flight = record.in_flight.clone()?;
-                record.key_text = key_text;
+                record.store_key = store_key;
                 record.waiting_tokens += need;
                 Some(in_flight)
             });
@@ -805,19 +805,19 @@ impl SharedDecision {
         for i in missing {
             let charge = &self.context.result.charges[*i];
             let layer_ref = charge.layer;
-            let (Some(keyed_request), Some(key_text)) =
-                (self.context.inputs.keyed_requests[layer_ref.position], self.key_text(layer_ref.position))
+            let (Some(keyed_request), Some(store_key)) =
+                (self.context.inputs.keyed_requests[layer_ref.position], self.store_key(layer_ref.position))
             else {
                 continue;
             };
             let (need, lacking) = (missing_tokens(charge), lacking_tokens(charge));
             let counter = charge_plan.layer(layer_ref).counter(keyed_request);
             let want = shared.leases.with_or_insert(counter, shared.own_shard, now, |record| {
-                record.key_text = Some(Rc::clone(&key_text));
+                record.store_key = Some(Rc::clone(&store_key));
                 if need > 0 { record.next_fetch_size(need, now) } else { 0 }
             });
             let want = want.unwrap_or(need);
-            let mut fetch = shared.token_fetch(charge_plan, layer_ref, keyed_request, key_text, need, want);
+            let mut fetch = shared.token_fetch(charge_plan, layer_ref, keyed_request, store_key, need, want);
             // Enough is leased, of which this request may perhaps not spend any more. Tokens that stay leased are not used.
             let unspent = need.cast_signed() - lacking;
             fetch.request.ceiling += unspent.cast_unsigned();
@@ -925,7 +925,7 @@ mod tests {
         /// A fetch for a layer of the rule at this position.
         fn fetch(&self, rule: usize, layer: usize, key: &str, need: u64, want: u64) -> TokenFetch {
             let (layer_ref, request) = (self.layer_ref(rule, layer), self.request(rule, key, 1));
-            let text = self.key_texts(key)[layer_ref.position].clone().unwrap();
+            let text = self.store_keys(key)[layer_ref.position].clone().unwrap();
             self.shared.token_fetch(&self.charge_plan, layer_ref, request, text, need, want)
         }
 
@@ -1523,7 +1523,7 @@ mod tests {
                 worker.shared.begin(&worker.charge_plan, &mut context, |_| None);
                 context.result.charges.iter_mut().for_each(|charge| charge.is_full = true);
                 worker.record(key, |record| record.in_flight = None);
-                let text = worker.key_texts(key);
+                let text = worker.store_keys(key);
                 worker.shared.recheck(&worker.charge_plan, &context, |rule| text[rule].clone());
                 worker.record(key, |record| record.in_flight.is_some())
             };

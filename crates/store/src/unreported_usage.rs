@@ -33,7 +33,7 @@ pub struct UnreportedCharge {
     pub layer: LayerId,
     pub keyed_request: KeyedRequest,
     /// The key in the store.
-    pub key_text: Rc<str>,
+    pub store_key: Rc<str>,
 }
 
 impl UnreportedCharge {

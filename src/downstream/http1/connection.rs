@@ -98,7 +98,7 @@ impl<'d> ClientConnection<'d> {
         drain_guard: &'d DrainGuard,
     ) -> ClientConnection<'d> {
         let worker_config = worker.config();
-        let config = &worker_config.compiled.config;
+        let config = &worker_config.served.config;
         let timer = worker.timers.new_timer();
         timer.arm(config.timeouts.request_head);
         let peer = Peer::new(connection, worker.timers.new_timer());

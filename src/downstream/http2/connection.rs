@@ -129,7 +129,7 @@ pub async fn serve(
 ) {
     let address = connection_info.address;
     let worker_config = worker.config();
-    let config = &worker_config.compiled.config;
+    let config = &worker_config.served.config;
     let http2 = &config.http2;
     let block_bytes = config.limits.request_head.max(BLOCK_LIMIT_MIN_BYTES) as u32;
     let budget = Budget {

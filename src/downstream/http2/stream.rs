@@ -183,7 +183,7 @@ impl StreamContext {
             return;
         }
         let peer = self.take_peer();
-        peer.body_timeout.set(self.worker.config().compiled.config.timeouts.body);
+        peer.body_timeout.set(self.worker.config().served.config.timeouts.body);
         peer.timer.arm(peer.body_timeout.get());
         self.spawn_task(StreamState::Body(BodySender::new(body, send_stream)), respond, peer);
     }

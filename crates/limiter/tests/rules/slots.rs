@@ -25,7 +25,7 @@ fn acquire(gateway: &mut Gateway<8>, after: Option<usize>) -> (SlotsResult, Vec<
 
 /// Rule, limit, slots in use, and state, as reported.
 fn reported(gateway: &Gateway<8>) -> Vec<(usize, u32, u64, SlotState)> {
-    let usage = |usage: &ConcurrencyUsage| (usage.rule.index(), usage.limit, usage.in_use, usage.state);
+    let usage = |usage: &ConcurrencyUsage| (usage.position.index(), usage.limit, usage.in_use, usage.state);
     gateway.context.result.concurrency.iter().map(usage).collect()
 }
 

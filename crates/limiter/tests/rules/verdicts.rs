@@ -41,7 +41,7 @@ fn slots_give_each_rule_an_outcome() {
         (SlotState::Free, Decision::Refused, RefusedElsewhere),
     ] {
         gateway.decide(0, &[Some(1)], 0);
-        let usage = ConcurrencyUsage { rule: PlanPosition::at(0), limit: 1, in_use: 1, state };
+        let usage = ConcurrencyUsage { position: PlanPosition::at(0), limit: 1, in_use: 1, state };
         gateway.context.result.concurrency = vec![usage];
         assert_eq!(outcomes(&gateway, &decision), [expected], "{state:?}");
     }

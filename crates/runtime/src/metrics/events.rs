@@ -206,24 +206,24 @@ impl RouteMetrics {
         self.0.refused.add(1);
     }
 
-    pub fn admitted(&self, rule: PlanPosition) {
-        self.0.outcomes[rule.index()][0].add(1);
+    pub fn admitted(&self, position: PlanPosition) {
+        self.0.outcomes[position.index()][0].add(1);
     }
 
-    pub fn refused(&self, rule: PlanPosition) {
-        self.0.outcomes[rule.index()][1].add(1);
+    pub fn refused(&self, position: PlanPosition) {
+        self.0.outcomes[position.index()][1].add(1);
     }
 
-    pub fn delayed(&self, rule: PlanPosition) {
-        self.0.outcomes[rule.index()][2].add(1);
+    pub fn delayed(&self, position: PlanPosition) {
+        self.0.outcomes[position.index()][2].add(1);
     }
 
-    pub fn shadowed(&self, rule: PlanPosition) {
-        self.0.outcomes[rule.index()][3].add(1);
+    pub fn shadowed(&self, position: PlanPosition) {
+        self.0.outcomes[position.index()][3].add(1);
     }
 
-    pub fn exempt(&self, rule: PlanPosition) {
-        self.0.outcomes[rule.index()][4].add(1);
+    pub fn exempt(&self, position: PlanPosition) {
+        self.0.outcomes[position.index()][4].add(1);
     }
 }
 
