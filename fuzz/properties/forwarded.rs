@@ -4,8 +4,7 @@
 use std::net::IpAddr;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
-use transom_http::forwarded::ForwardedField;
-use transom_http::forwarded::TrustedProxies;
+use transom_http::forwarded::{ForwardedField, TrustedProxies};
 
 const PROXY: &str = "10.0.0.1";
 const CLIENT: &str = "192.0.2.7";

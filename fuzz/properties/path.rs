@@ -1,8 +1,7 @@
 //! For any path: normalization rejects it, or returns a path that normalization does not change and in which no other
 //! parser finds anything to resolve.
 
-use transom_http::path_normalize::normalize;
-use transom_http::path_normalize::{EncodedSlash, PathParameters, PathReading, TrailingSlash};
+use transom_http::path_normalize::{EncodedSlash, PathParameters, PathReading, TrailingSlash, normalize};
 
 pub fn holds(bytes: &[u8]) {
     let Ok(path) = std::str::from_utf8(bytes) else { return };

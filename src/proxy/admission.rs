@@ -12,7 +12,7 @@ use super::request_record::RequestRecord;
 use super::response::Rejection;
 use super::response_cost::PendingCost;
 use super::worker_config::WorkerConfig;
-use super::worker_state::WorkerState;
+use super::worker_state::{DecidedBy, WorkerState};
 use transom_http::error::RequestError;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState};
@@ -27,6 +27,7 @@ use transom_rules::RouteRulesId;
 use transom_rules::compiled_config::RouteRules;
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::resolved_request::ResolvedRequest;
+use transom_rules::responses::RefusedRequest;
 use transom_runtime::metrics::storage::GaugeGuard;
 use transom_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
 
@@ -54,21 +55,17 @@ pub struct Admission {
 
 impl Admission {
     /// The admission of a request that was decided locally, with the result in `context`.
-    #[allow(clippy::too_many_arguments, reason = "the parts of an admission")]
     pub fn new(
         decision: Decision,
         fields: RateLimitFields,
-        worker: &Rc<WorkerState>,
-        config: &Rc<WorkerConfig>,
-        rules_id: RouteRulesId,
+        by: DecidedBy<'_>,
         context: &DecisionContext,
         store_keys: impl FnOnce() -> StoreKeys,
     ) -> Admission {
-        let charges = StoreCharges::default();
         Admission {
             fields: fields.without_indexing(),
-            delay: DelayedRequest::new(decision, worker, config, rules_id, context, charges),
-            pending_cost: PendingCost::new(worker, config, rules_id, context, &[], store_keys),
+            delay: DelayedRequest::new(decision, by, context, StoreCharges::default()),
+            pending_cost: PendingCost::new(by, context, &[], store_keys),
         }
     }
 }
@@ -274,16 +271,17 @@ impl PendingAdmission {
         let mut text = Vec::new();
         if let Decision::Refused = outcome.decision {
             let headers = HeaderMap::new();
-            let (date, id) = (worker.date(), record.request_id());
-            let refused = config.refusal(rules_id, &outcome.context, now_ms, date, id, &mut text, headers);
+            let refused = RefusedRequest { now_ms, id: Some(record.request_id()), headers, text: &mut text };
+            let refused = config.refusal(rules_id, &outcome.context, worker.date(), refused);
             return Err(Rejection::Refused(refused.response));
         }
         let policy = config.policy_fields[rules_id].as_ref();
         let fields = rules.rate_limit_template.render(&outcome.context, policy, now_ms, &mut text);
         let SharedOutcome { decision, context, refunds, store_keys } = outcome;
-        let pending_cost = PendingCost::new(worker, config, rules_id, &context, &refunds, || store_keys.clone());
+        let by = DecidedBy { worker, config, rules_id };
+        let pending_cost = PendingCost::new(by, &context, &refunds, || store_keys.clone());
         let charges = StoreCharges { refunds, keys: store_keys };
-        let delay = DelayedRequest::new(decision, worker, config, rules_id, &context, charges);
+        let delay = DelayedRequest::new(decision, by, &context, charges);
         Ok(Admission { fields: fields.without_indexing(), delay, pending_cost })
     }
 }

@@ -13,7 +13,7 @@ use super::request_record::RequestRecord;
 use super::response::Rejection;
 use super::response_cost::PendingCost;
 use super::worker_config::WorkerConfig;
-use super::worker_state::WorkerState;
+use super::worker_state::{DecidedBy, WorkerState};
 use transom_http::error::RequestError;
 use transom_limiter::charge_plan::LayerRef;
 use transom_limiter::decision::Decision;
@@ -25,7 +25,7 @@ use transom_limiter::store_key::StoreKeys;
 use transom_limiter::waiter_limit::WaiterSlot;
 use transom_rules::RouteRulesId;
 use transom_rules::ratelimit_headers::RateLimitFields;
-use transom_rules::responses;
+use transom_rules::responses::{self, RefusedRequest};
 use transom_runtime::metrics::storage::GaugeGuard;
 use transom_store::counter_access::RequestKeys;
 use transom_store::scripts::Refund;
@@ -64,15 +64,13 @@ impl DelayedRequest {
     /// `None` unless the decision is a delay. `context` has the result of the decision.
     pub fn new(
         decision: Decision,
-        worker: &Rc<WorkerState>,
-        config: &Rc<WorkerConfig>,
-        rules_id: RouteRulesId,
+        by: DecidedBy<'_>,
         context: &DecisionContext,
         store_charges: StoreCharges,
     ) -> Option<Box<DelayedRequest>> {
         let Decision::Delayed { until_ms, waiter, recharge: to_recharge } = decision else { return None };
-        let (served, now_ms) = (&config.served, worker.clock.now().unix_ms);
-        let charge_plan = &served.route_rules[rules_id].charge_plan;
+        let DecidedBy { worker, config, rules_id } = by;
+        let (charge_plan, now_ms) = (&by.rules().charge_plan, worker.clock.now().unix_ms);
         Some(Box::new(DelayedRequest {
             until_ms,
             rules_id,
@@ -153,15 +151,9 @@ impl DelayedRequest {
                 let mut text = Vec::new();
                 let fields = rules.rate_limit_template.render(&context, None, context.result.decided_ms, &mut text);
                 let headers = HeaderMap::new();
-                let refused = responses::refusal_response(
-                    verdicts,
-                    &served.refusal_templates,
-                    context.result.decided_ms,
-                    fields,
-                    Some(record.request_id()),
-                    &mut text,
-                    headers,
-                );
+                let (now_ms, id) = (context.result.decided_ms, Some(record.request_id()));
+                let refused = RefusedRequest { now_ms, id, headers, text: &mut text };
+                let refused = responses::refusal_response(verdicts, &served.refusal_templates, fields, refused);
                 return Err(Rejection::Refused(refused.response));
             }
         }

@@ -20,7 +20,7 @@ use super::response::{Content, ResponseBody, ResponseFormat, error_response, for
 use super::response_cost::PendingCost;
 use super::websocket::{WebSocketHandshake, finish_handshake};
 use super::worker_config::{DecisionBuffers, Target, WorkerConfig};
-use super::worker_state::WorkerState;
+use super::worker_state::{DecidedBy, WorkerState};
 use crate::proxy::served_config::ServedConfig;
 use crate::upstream::echo;
 use crate::upstream::load_balancer::RequestTraits;
@@ -36,8 +36,7 @@ use transom_http::{forward_auth, headers, path_normalize, request_validation};
 use transom_limiter::decision::Decision;
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::resolved_request::{FoundKey, NotCounted, RequestView};
-use transom_rules::responses;
-use transom_rules::responses::LocalResponse;
+use transom_rules::responses::{self, LocalResponse, RefusedRequest};
 use transom_rules::route_actions::AppliedActions;
 use transom_runtime::clock::Timestamp;
 
@@ -106,6 +105,8 @@ struct ForwardPlan {
 
 /// What is known about a request besides its head.
 struct RequestContext<'a> {
+    worker: &'a Rc<WorkerState>,
+    config: &'a Rc<WorkerConfig>,
     peer: &'a Peer,
     client: ClientInfo,
     /// Lower bound, from the head.
@@ -143,9 +144,9 @@ pub fn handle(
     let mut record = RequestRecord::new(worker, &config, &client, &parts, now);
     // On `forward_auth`, the proxy sends the head of the original request without its body.
     let body_bytes = if is_forward_auth { 0 } else { body.size_hint().lower() };
-    let request_context = RequestContext { peer, client, body_bytes, now };
+    let request_context = RequestContext { worker, config: &config, peer, client, body_bytes, now };
     let decided = match restored {
-        Ok(()) => decide(worker, &config, &request_context, &mut parts, head_error, &mut format, &mut record),
+        Ok(()) => decide(&request_context, &mut parts, head_error, &mut format, &mut record),
         Err(error) => Err(error),
     };
     let (mut plan, admission, pending) = match decided {
@@ -191,9 +192,7 @@ pub fn handle(
             Ok(response) => {
                 if let Some(handshake) = plan.websocket.take() {
                     return ResponseFuture::Waiting(Box::pin(async move {
-                        let idle_timeout = config.served.config.timeouts.tunnel;
-                        let finished =
-                            finish_handshake(response, handshake, format, record, &peer.tunnel, idle_timeout);
+                        let finished = finish_handshake(response, handshake, format, record, &peer.tunnel);
                         ResponseFuture::Done(Some(settle(finished.await, fields, pending_cost)))
                     }));
                 }
@@ -225,15 +224,14 @@ fn settle(
 
 /// Validates the request, finds its route and keys, and charges its rules. Never waits.
 fn decide(
-    worker: &Rc<WorkerState>,
-    config: &Rc<WorkerConfig>,
     request_context: &RequestContext<'_>,
     parts: &mut Parts,
     head_error: Option<RequestError>,
     format: &mut ResponseFormat,
     record: &mut RequestRecord,
 ) -> Result<RequestOutcome, RequestError> {
-    let (served, now) = (&*config.served, request_context.now);
+    let RequestContext { worker, config, now, .. } = *request_context;
+    let served = &*config.served;
     if parts.version != Version::HTTP_11 {
         request_validation::translate(parts)?;
     }
@@ -301,13 +299,15 @@ fn decide(
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {
                 let (id, headers) = (record.request_id(), std::mem::take(&mut parts.headers));
-                let render = || config.refusal(rules_id, context, decided_ms, worker.date(), id, text, headers);
+                let refused = RefusedRequest { now_ms: decided_ms, id: Some(id), headers, text };
+                let render = || config.refusal(rules_id, context, worker.date(), refused);
                 return Ok(RequestOutcome::Respond(refusal_cache.response(rules_id, decided_ms, context, render)));
             }
             let policy = config.policy_fields[rules_id].as_ref();
             let fields = rules.rate_limit_template.render(context, policy, decided_ms, text);
             let store_keys = || resolved.store_keys();
-            let admission = Admission::new(decision, fields, worker, config, rules_id, context, store_keys);
+            let admission =
+                Admission::new(decision, fields, DecidedBy { worker, config, rules_id }, context, store_keys);
             (admission, None)
         }
     };
@@ -320,7 +320,7 @@ fn decide(
     let (special_fields, websocket) = (validated.special_fields, validated.websocket);
     let normalized = (served.config.general.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     let plan = ForwardPlan { server_key, ..plan };
-    let plan = plan.prepare(config, parts, request_context, special_fields, websocket, normalized)?;
+    let plan = plan.prepare(parts, request_context, special_fields, websocket, normalized)?;
     Ok(RequestOutcome::Forward { plan, admission, pending })
 }
 
@@ -336,13 +336,13 @@ impl ForwardPlan {
     /// Prepares the head for the upstream. `path` replaces the client's path, unless the route sets one.
     fn prepare(
         mut self,
-        config: &WorkerConfig,
         parts: &mut Parts,
         request_context: &RequestContext<'_>,
         special_fields: SpecialFields,
         websocket: Option<UpgradeMethod>,
         path: Option<String>,
     ) -> Result<ForwardPlan, RequestError> {
+        let config = request_context.config;
         let served = &*config.served;
         let upstream = served.routes[self.route].upstream;
         let supports_upgrade = || upstream.is_some_and(|upstream| config.targets[upstream].supports_upgrade());

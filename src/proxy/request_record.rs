@@ -32,10 +32,9 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{Handle as _, IdVec, PlanPosition, RuleId};
 use transom_limiter::verdict::{Outcome, Verdict, Verdicts, WindowVerdict};
-use transom_rules::ClientId;
-use transom_rules::RouteRulesId;
 use transom_rules::resolved_request::ResolvedRequest;
 use transom_rules::responses::CLIENT_CLOSED_REQUEST;
+use transom_rules::{ClientId, RouteRulesId};
 use transom_runtime::clock::Timestamp;
 use transom_runtime::metrics::events::{RouteMetrics, UpstreamOutcome};
 use transom_runtime::metrics::storage::GaugeGuard;
@@ -140,6 +139,11 @@ impl RequestRecord {
     pub fn needs_keys(&self, context: &DecisionContext, decision: &Decision) -> bool {
         let is_plain = || matches!(decision, Decision::Admitted) && context.result.shadowed.is_empty();
         self.is_logged() && (self.config.logs_requests || !is_plain())
+    }
+
+    /// The configuration that the request began with.
+    pub fn config(&self) -> &WorkerConfig {
+        &self.config
     }
 
     /// Whether the request is logged or traced.

@@ -10,7 +10,7 @@ use http_body::Body as _;
 
 use super::response::ResponseBody;
 use super::worker_config::WorkerConfig;
-use super::worker_state::WorkerState;
+use super::worker_state::{DecidedBy, WorkerState};
 use transom_limiter::charge_plan::LayerCharge;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition};
@@ -61,14 +61,12 @@ impl RuleCharges {
 impl PendingCost {
     /// `None` if the charge of no rule depends on the response. `context` has the result of the decision.
     pub fn new(
-        worker: &Rc<WorkerState>,
-        config: &Rc<WorkerConfig>,
-        rules_id: RouteRulesId,
+        by: DecidedBy<'_>,
         context: &DecisionContext,
         refunds: &[(PlanPosition, Refund)],
         store_keys: impl FnOnce() -> StoreKeys,
     ) -> Option<Box<PendingCost>> {
-        let response_costs = &config.served.route_rules[rules_id].response_costs;
+        let response_costs = &by.rules().response_costs;
         if response_costs.is_empty() {
             return None;
         }
@@ -82,9 +80,9 @@ impl PendingCost {
             charges
         });
         Some(Box::new(PendingCost {
-            worker: Rc::clone(worker),
-            config: Rc::clone(config),
-            rules_id,
+            worker: Rc::clone(by.worker),
+            config: Rc::clone(by.config),
+            rules_id: by.rules_id,
             keyed_requests: context.inputs.keyed_requests.clone(),
             charged: charged.collect(),
             refunds: refunds.to_vec(),

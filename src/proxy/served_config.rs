@@ -7,8 +7,7 @@ use std::sync::Arc;
 
 use crate::decision::DecisionService;
 use crate::upstream::server_health::UpstreamHealth;
-use transom_config::Config;
-use transom_config::UpstreamId;
+use transom_config::{Config, UpstreamId};
 use transom_jwt::published_keys::PublishedKeys;
 use transom_limiter::handles::IdVec;
 use transom_limiter::key::Seed;

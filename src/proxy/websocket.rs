@@ -54,10 +54,9 @@ pub async fn finish_handshake(
     format: ResponseFormat,
     record: RequestRecord,
     tunnel_slot: &RefCell<Option<Box<TunnelSession>>>,
-    idle_timeout: Duration,
 ) -> Response<ResponseBody> {
     if websocket_handshake::is_switching_protocols(&response) {
-        return open_tunnel(response, &handshake, format, record, tunnel_slot, idle_timeout).await;
+        return open_tunnel(response, &handshake, format, record, tunnel_slot).await;
     }
     let error = match (handshake.method, response.body()) {
         (UpgradeMethod::ExtendedConnect, Content::Local(_)) if response.status().is_success() => {
@@ -79,7 +78,6 @@ async fn open_tunnel(
     format: ResponseFormat,
     mut record: RequestRecord,
     tunnel_slot: &RefCell<Option<Box<TunnelSession>>>,
-    idle_timeout: Duration,
 ) -> Response<ResponseBody> {
     if !handshake.key.is_accepted(response.headers()) {
         let reason = "the server switched protocols without the `Sec-WebSocket-Accept` of this handshake";
@@ -100,6 +98,7 @@ async fn open_tunnel(
     };
     format.change_fields(&mut parts.headers, &record);
     record.set_status(parts.status.as_u16());
+    let idle_timeout = record.config().served.config.timeouts.tunnel;
     tunnel_slot.replace(Some(Box::new(TunnelSession { tunnel, record, idle_timeout })));
     Response::from_parts(parts, ResponseBody::unrecorded(Content::Local(None)))
 }

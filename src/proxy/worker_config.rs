@@ -8,8 +8,8 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use http::HeaderValue;
 use http::header::DATE;
-use http::{HeaderMap, HeaderValue};
 
 use crate::access_log::LogSender;
 use crate::proxy::served_config::ServedConfig;
@@ -20,7 +20,6 @@ use crate::upstream::server_health::UpstreamHealth;
 use transom_config::rule::GatewayRule;
 use transom_config::upstream::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
 use transom_config::{RouteId, UpstreamId};
-use transom_http::request_id::RequestId;
 use transom_jwt::cache::TokenCache;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
@@ -29,11 +28,10 @@ use transom_limiter::rule::OnLimit;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::verdict::Verdicts;
 use transom_rules::RouteRulesId;
-use transom_rules::compiled_config::CompiledConfig;
-use transom_rules::compiled_config::{CompiledRoute, RouteRules};
+use transom_rules::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::resolved_request::ResolvedRequest;
-use transom_rules::responses::{self, RefusalCache, RefusalResponse};
+use transom_rules::responses::{self, RefusalCache, RefusalResponse, RefusedRequest};
 use transom_rules::top_keys::{KeyName, TopKeys};
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::events::{
@@ -261,31 +259,20 @@ impl WorkerConfig {
         rate_limit_template.render(context, policy, context.result.decided_ms, text)
     }
 
-    /// The response to a request that the rules refused, with the result in `context`. `text` and `headers` are memory to
-    /// reuse.
-    #[allow(clippy::too_many_arguments, reason = "two of them are scratch memory")]
+    /// The response to a request that the rules refused, with the result in `context`.
     pub fn refusal(
         &self,
         rules_id: RouteRulesId,
         context: &DecisionContext,
-        now_ms: u64,
         date: HeaderValue,
-        request_id: &RequestId,
-        text: &mut Vec<u8>,
-        headers: HeaderMap,
+        request: RefusedRequest<'_>,
     ) -> RefusalResponse {
         let CompiledConfig { refusal_templates, route_rules, .. } = &**self.served;
         let RouteRules { charge_plan, rate_limit_template, .. } = &route_rules[rules_id];
-        let fields = rate_limit_template.render(context, self.policy_fields[rules_id].as_ref(), now_ms, text);
-        let mut refused = responses::refusal_response(
-            charge_plan.verdicts(context, &Decision::Refused),
-            refusal_templates,
-            now_ms,
-            fields,
-            Some(request_id),
-            text,
-            headers,
-        );
+        let policy = self.policy_fields[rules_id].as_ref();
+        let fields = rate_limit_template.render(context, policy, request.now_ms, request.text);
+        let verdicts = charge_plan.verdicts(context, &Decision::Refused);
+        let mut refused = responses::refusal_response(verdicts, refusal_templates, fields, request);
         // Set here, because the refusal cache sends copies of the response.
         refused.response.headers_mut().insert(DATE, date);
         refused

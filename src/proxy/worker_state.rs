@@ -13,6 +13,8 @@ use super::worker_config::{RecordOutputs, WorkerConfig};
 use crate::proxy::served_config::ServedConfig;
 use crate::timer::Timers;
 use transom_http::error::RequestError;
+use transom_rules::RouteRulesId;
+use transom_rules::compiled_config::RouteRules;
 use transom_rules::responses::Date;
 use transom_rules::top_keys::{KeyOutcome, ListedKey, Snapshot};
 use transom_runtime::clock::Clock;
@@ -44,6 +46,20 @@ pub struct WorkerState {
     /// The `Date` of responses, and the timer tick at which it was last computed.
     date: RefCell<(Option<u64>, Date)>,
     config: RefCell<Rc<WorkerConfig>>,
+}
+
+/// Who decided a request, and will settle it: a worker with its configuration, by the rules of a route.
+#[derive(Clone, Copy)]
+pub struct DecidedBy<'a> {
+    pub worker: &'a Rc<WorkerState>,
+    pub config: &'a Rc<WorkerConfig>,
+    pub rules_id: RouteRulesId,
+}
+
+impl<'a> DecidedBy<'a> {
+    pub fn rules(self) -> &'a RouteRules {
+        &self.config.served.route_rules[self.rules_id]
+    }
 }
 
 impl WorkerState {

@@ -38,7 +38,7 @@ use transom_limiter::verdict::{Verdicts, WindowVerdict};
 use transom_limiter::window::Windows;
 use transom_rules::compiled_config::CompiledConfig;
 use transom_rules::ratelimit_headers::RateLimitTemplate;
-use transom_rules::responses::{self, RefusalTemplate};
+use transom_rules::responses::{self, RefusalTemplate, RefusedRequest};
 use transom_runtime::metrics::events::{DecisionMetrics, RatelimitServiceMetrics};
 use transom_store::decision_queries::KeyQuery;
 use transom_store::shared_decision::{BeginResult, SharedOutcome, Unavailable};
@@ -170,7 +170,8 @@ impl ServiceConfig {
         let begun = match refused {
             Ok(Some(context)) => {
                 let now_ms = worker.clock.now().unix_ms;
-                return Ok(self.respond(&request, &call, Decision::Refused, &context, now_ms, &mut Vec::new()));
+                let verdicts = charge_plan.verdicts(&context, &Decision::Refused);
+                return Ok(self.respond(&request, &call, verdicts, now_ms, &mut Vec::new()));
             }
             Err(Unavailable) => BeginResult::Unavailable,
             Ok(None) => {
@@ -191,7 +192,13 @@ impl ServiceConfig {
                 match begun {
                     BeginResult::Decided(decision) => {
                         let now_ms = context.result.decided_ms;
-                        return Ok(self.respond(&request, &call, decision, context, now_ms, text));
+                        return Ok(self.respond(
+                            &request,
+                            &call,
+                            charge_plan.verdicts(context, &decision),
+                            now_ms,
+                            text,
+                        ));
                     }
                     BeginResult::Pending(_) | BeginResult::Unavailable => begun,
                 }
@@ -204,7 +211,7 @@ impl ServiceConfig {
         let now_ms = worker.clock.now().unix_ms;
         Ok(match outcome {
             Ok(SharedOutcome { decision, context, .. }) => {
-                self.respond(&request, &call, decision, &context, now_ms, &mut Vec::new())
+                self.respond(&request, &call, charge_plan.verdicts(&context, &decision), now_ms, &mut Vec::new())
             }
             Err(Unavailable) => self.refuse_in_outage(&request, &call),
         })
@@ -362,18 +369,15 @@ impl ServiceConfig {
     }
 
     /// Counts the decision, and describes it.
-    #[allow(clippy::too_many_arguments, reason = "the call, and the parts of its result")]
     fn respond(
         &self,
         request: &RateLimitRequest,
         call: &Call<'_>,
-        decision: Decision,
-        context: &DecisionContext,
+        verdicts: Verdicts<'_>,
         now_ms: u64,
         text: &mut Vec<u8>,
     ) -> Bytes {
         let Call { matched, rules, plan, .. } = call;
-        let verdicts = plan.charge_plan.verdicts(context, &decision);
         let decision_service = &self.served().decision_service;
         let CompiledConfig { refusal_templates, readable_digester, .. } = &**self.served();
         let ServicePlan { charge_plan, stated, .. } = &**plan;
@@ -383,12 +387,13 @@ impl ServiceConfig {
         let counted = CountedDecision { configured, verdicts, has_own_windows: &has_own_windows };
         let key = |position: PlanPosition| matched[rules[position].source].key.as_slice();
         decision_service.count(&counted, |position| &rules[position].keyed, key, outputs);
-        let fields = plan.template.render(context, plan.policy.as_ref(), now_ms, text);
+        let fields = plan.template.render(verdicts.context(), plan.policy.as_ref(), now_ms, text);
         let (mut headers, raw_body) = match verdicts.is_refused() {
             true => {
                 let headers = HeaderMap::new();
                 let templates = stated.as_ref().map_or(refusal_templates, |stated| &stated.refusal_templates);
-                let refused = responses::refusal_response(verdicts, templates, now_ms, fields, None, text, headers);
+                let request = RefusedRequest { now_ms, id: None, headers, text };
+                let refused = responses::refusal_response(verdicts, templates, fields, request);
                 let (head, body) = refused.response.into_parts();
                 (head.headers, body)
             }

@@ -97,13 +97,9 @@ pub fn build_upstream_health(
     workers: usize,
     now: Instant,
 ) -> Vec<Arc<UpstreamHealth>> {
-    let health_of = |upstream: &transom_config::upstream::Upstream| {
-        let servers = match &upstream.target {
-            Target::Servers(servers) => servers.clone(),
-            Target::Echo => Vec::new(),
-        };
+    let health_of = |upstream: &Upstream| {
         let previous = former.iter().find(|upstream_health| upstream_health.name == upstream.name);
-        Arc::new(UpstreamHealth::new(upstream, servers, previous, registry, workers, now))
+        Arc::new(UpstreamHealth::new(upstream, previous, registry, workers, now))
     };
     config.upstreams.iter().map(health_of).collect()
 }
@@ -111,12 +107,15 @@ pub fn build_upstream_health(
 impl UpstreamHealth {
     pub fn new(
         upstream: &Upstream,
-        servers: Vec<Server>,
         previous: Option<&Arc<UpstreamHealth>>,
         registry: &Registry,
         workers: usize,
         now: Instant,
     ) -> UpstreamHealth {
+        let servers = match &upstream.target {
+            Target::Servers(servers) => servers.clone(),
+            Target::Echo => Vec::new(),
+        };
         let shared = previous.map_or_else(|| Arc::new(SharedState::new(now)), |previous| Arc::clone(&previous.shared));
         let request_limit = previous.map_or_else(Arc::default, |previous| Arc::clone(&previous.request_limit));
         let mut states_by_url = shared.lock();
@@ -456,8 +455,8 @@ mod tests {
         let servers: Vec<Server> = (1..=count).map(server).collect();
         let transport =
             TransportSettings { protocol: UpstreamProtocol::Http1, host: HostField::Keep, tls: None, resolve: MS };
-        let upstream = Upstream { name: "u".to_owned(), target: Target::Servers(servers.clone()), transport, policy };
-        Arc::new(UpstreamHealth::new(&upstream, servers, previous, &Registry::default(), 1, now))
+        let upstream = Upstream { name: "u".to_owned(), target: Target::Servers(servers), transport, policy };
+        Arc::new(UpstreamHealth::new(&upstream, previous, &Registry::default(), 1, now))
     }
 
     fn ejection(max_ejected: u8) -> Ejection {

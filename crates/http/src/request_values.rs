@@ -6,9 +6,8 @@
 
 use std::borrow::Cow;
 
-use base64::Engine as _;
-use base64::alphabet;
 use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
+use base64::{Engine as _, alphabet};
 use http::header::{self, HeaderMap};
 
 /// What a request has under one name.

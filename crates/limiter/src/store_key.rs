@@ -5,8 +5,7 @@
 //! of a cluster, never come from a client. A rule with a [`KeyFormat`](crate::rule::KeyFormat) has other names. This module does
 //! not access the store.
 
-use crate::handles::IdVec;
-use crate::handles::PlanPosition;
+use crate::handles::{IdVec, PlanPosition};
 use crate::limit::Limit;
 use crate::rule::{Rule, WINDOW_MARK};
 use crate::window::{Segments, Windows};

@@ -63,6 +63,12 @@ impl ChargePlan {
 }
 
 impl<'a> Verdicts<'a> {
+    /// The result of the decision.
+    #[inline]
+    pub fn context(self) -> &'a DecisionContext {
+        self.context
+    }
+
     /// Whether the rules together refused the request.
     #[inline]
     pub fn is_refused(self) -> bool {

@@ -22,14 +22,12 @@ use crate::route_actions::RouteActions;
 use crate::router::Router;
 use crate::store_key_text::KeyDigester;
 use crate::top_keys::CountedRules;
-use transom_config::Config;
 use transom_config::key_kind::{HEADER, JWT};
 use transom_config::listen::Listen;
 use transom_config::route::Route;
 use transom_config::rule::GatewayRule;
-use transom_config::{RouteId, UpstreamId};
-use transom_http::forwarded::ForwardedField;
-use transom_http::forwarded::{ClientInfo, TrustedProxies};
+use transom_config::{Config, RouteId, UpstreamId};
+use transom_http::forwarded::{ClientInfo, ForwardedField, TrustedProxies};
 use transom_jwt::cache::TokenCache;
 use transom_jwt::published_keys::PublishedKeys;
 use transom_limiter::charge_plan::ChargePlan;
@@ -120,7 +118,11 @@ impl CompiledConfig {
         for route in &config.routes {
             // Keys depend on the positions of path parameters, and a route may set its own cost.
             let rules = *known.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
-                route_rules.push(RouteRules::new(&rule_set, &config, route, &overrides, &client_checks, seed))
+                let rule_key = |rule: &RuleId| {
+                    let rule_key = RuleKey::new(&rule_set.rules[*rule], route, seed);
+                    rule_key.with_overrides(overrides[*rule].clone()).with_client_check(client_checks[*rule].clone())
+                };
+                route_rules.push(RouteRules::new(&rule_set, &config, route, rule_key))
             });
             actions.extend(route.actions.as_ref().map(|own| RouteActions::new(own, route)));
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
@@ -227,15 +229,9 @@ impl RouteRules {
         rule_set: &Arc<RuleSet>,
         config: &Config,
         route: &Route,
-        overrides: &IdVec<RuleId, Option<Arc<Overrides>>>,
-        client_checks: &IdVec<RuleId, Option<ClientCheck>>,
-        seed: Seed,
+        rule_key: impl FnMut(&RuleId) -> RuleKey,
     ) -> RouteRules {
         let charge_plan = rule_set.charge_plan(route.rules.iter().copied());
-        let rule_key = |rule: &RuleId| {
-            let rule_key = RuleKey::new(&rule_set.rules[*rule], route, seed);
-            rule_key.with_overrides(overrides[*rule].clone()).with_client_check(client_checks[*rule].clone())
-        };
         RouteRules {
             rule_keys: charge_plan.rules().map(rule_key),
             rate_limit_template: RateLimitTemplate::new(&charge_plan, |rule| config.rules[rule].rate_limit_style),

@@ -14,8 +14,10 @@ use http::{Method, Uri};
 
 use transom_config::key_kind::number as kind;
 use transom_config::upstream::LoadBalancing;
-use transom_http::request_values::{CredentialsError, DuplicateAuthorization, InvalidEscape, Occurrence};
-use transom_http::request_values::{basic_user, bearer_token, cookie, query_parameter};
+use transom_http::request_values::{
+    CredentialsError, DuplicateAuthorization, InvalidEscape, Occurrence, basic_user, bearer_token, cookie,
+    query_parameter,
+};
 use transom_jwt::cache::TokenCache;
 use transom_jwt::token::TokenError;
 use transom_limiter::ip_prefix::canonical_address;

@@ -193,19 +193,26 @@ pub struct RefusalResponse {
     pub is_unique: bool,
 }
 
+/// A refused request, with memory for its response.
+pub struct RefusedRequest<'a> {
+    /// The time of the refusal, Unix milliseconds.
+    pub now_ms: u64,
+    pub id: Option<&'a RequestId>,
+    /// The map of the request, used again.
+    pub headers: HeaderMap,
+    /// Scratch memory.
+    pub text: &'a mut Vec<u8>,
+}
+
 /// Builds the response of a refusal: which limits are reached, and when to retry. Of several refusing rules, the one that
-/// blocks longest decides. Written by hand, since a gateway under
-/// attack does little else: `text` is scratch memory, `headers` is the map of the request, used again.
-#[allow(clippy::too_many_arguments, reason = "two of them are scratch memory")]
+/// blocks longest decides. Written by hand, since a gateway under attack does little else.
 pub fn refusal_response(
     verdicts: Verdicts<'_>,
     templates: &IdVec<RuleId, RefusalTemplate>,
-    now_ms: u64,
     fields: RateLimitFields,
-    request_id: Option<&RequestId>,
-    text: &mut Vec<u8>,
-    mut headers: HeaderMap,
+    request: RefusedRequest<'_>,
 ) -> RefusalResponse {
+    let RefusedRequest { now_ms, id, mut headers, text } = request;
     let without_slot = || {
         let full = verdicts.slots().iter().filter(|usage| usage.state == SlotState::Full);
         full.map(|usage| verdicts.of_rule(usage.position))
@@ -243,7 +250,7 @@ pub fn refusal_response(
                 },
                 window: longest.map_or(rule.concurrent_name().unwrap_or_default(), WindowVerdict::name),
                 rule: &rule.rule.name,
-                request_id: request_id.map(RequestId::to_value),
+                request_id: id.map(RequestId::to_value),
             };
             body.write(&values, text);
             (body.content_type.clone(), Bytes::copy_from_slice(text))

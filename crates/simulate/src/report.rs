@@ -5,8 +5,7 @@ use serde_json::{Value, json};
 
 use super::log_files::{BadLine, ReadCounts};
 use super::replay::{KeyInput, Replay, RuleInputs, candidate_parts};
-use super::scenario::LimitCounts;
-use super::scenario::{RuleCounts, Scenario};
+use super::scenario::{LimitCounts, RuleCounts, Scenario};
 use super::statistics::{Minute, TopKey, TopKeys};
 use transom_limiter::handles::VariantId;
 use transom_limiter::key::OnMissing;

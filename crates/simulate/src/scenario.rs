@@ -31,8 +31,7 @@ use transom_limiter::verdict::{Outcome, WindowVerdict};
 use transom_limiter::waiter_limit::WaiterSlot;
 use transom_limiter::window::Window;
 use transom_rules::RouteRulesId;
-use transom_rules::compiled_config::CompiledConfig;
-use transom_rules::compiled_config::RouteRules;
+use transom_rules::compiled_config::{CompiledConfig, RouteRules};
 use transom_rules::response_cost::FinalCost;
 
 /// The counts of the busiest keys are too low by at most one in this many requests.

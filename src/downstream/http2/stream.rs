@@ -15,8 +15,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::header;
-use http::{Method, Request, Response};
+use http::{Method, Request, Response, header};
 use http_body::Body as _;
 
 use crate::downstream::http2::flood_guard::{self, HeadRejection};
