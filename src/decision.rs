@@ -176,7 +176,7 @@ pub struct DecisionService {
 #[derive(Debug)]
 struct ServedRule {
     hashers: KeyHashers,
-    store_key: KeyTextFormat,
+    text_format: KeyTextFormat,
     overrides: Option<Arc<Overrides>>,
     /// The parts of the key that name clients.
     client_parts: Vec<ClientPart>,
@@ -227,7 +227,7 @@ impl DecisionService {
     ) -> DecisionService {
         let served = |(rule, compiled): (&CompiledRule, &Option<Arc<Overrides>>)| ServedRule {
             hashers: KeyHashers::new(rule, seed, None),
-            store_key: KeyTextFormat::new(&rule.rule, &rule.rule.key, false),
+            text_format: KeyTextFormat::new(&rule.rule, &rule.rule.key, false),
             overrides: compiled.clone(),
             client_parts: Vec::new(),
             client_check: None,
@@ -518,7 +518,7 @@ impl DecisionService {
         let is_shared = uses_store && self.rule_set.rules[rule].rule.sharing != Sharing::Local;
         let store_key = self.digester.as_ref().filter(|_| is_shared).and_then(|digester| {
             let mut text = String::new();
-            let written = self.rules[rule].store_key.write_values(values.key, digester, &mut text);
+            let written = self.rules[rule].text_format.write_values(values.key, digester, &mut text);
             written.then(|| text.into())
         });
         Ok(KeyedRule { rule, keyed_request, is_refused, store_key })
@@ -526,19 +526,19 @@ impl DecisionService {
 
     /// The key of a query, as of a request with that key.
     fn describe_key<K: AsRef<str>>(&self, rule: RuleId, key: &[K], digester: &KeyDigester) -> KeyDescription {
-        let (served, parts) = (&self.rules[rule].store_key, &self.rule_set.rules[rule].rule.key);
+        let (format, parts) = (&self.rules[rule].text_format, &self.rule_set.rules[rule].rule.key);
         let mut client = None;
         let describe = |(position, part): (usize, &KeyPart)| {
             let value = key.get(position).map_or("", K::as_ref);
             let mut readable = None;
-            let mut take = |kind, bytes: &[u8]| readable = Some(served.readable_part(position, kind, bytes, digester));
+            let mut take = |kind, bytes: &[u8]| readable = Some(format.readable_part(position, kind, bytes, digester));
             match (part.prefixes(), value.parse()) {
                 (Some(prefixes), Ok(address)) => feed_address(address, prefixes, &mut take),
                 _ => take(part.kind.number, value.as_bytes()),
             }
             client =
-                client.take().or_else(|| served.client_of_part(position, value.as_bytes(), self.clients.as_deref()));
-            (served.part_name(position), readable)
+                client.take().or_else(|| format.client_of_part(position, value.as_bytes(), self.clients.as_deref()));
+            (format.part_name(position), readable)
         };
         let parts = parts.iter().enumerate().map(describe).collect();
         KeyDescription { is_network_exempt: false, missing: None, is_fallback: false, parts, client }
