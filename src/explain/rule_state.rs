@@ -80,8 +80,10 @@ impl Renewal {
         match window.kind {
             WindowKind::Sliding => Renewal::Slides,
             WindowKind::Accumulating => Renewal::Grants,
-            _ if window.capacity > window.limit => Renewal::Grants,
-            _ => Renewal::Ends,
+            WindowKind::Plain | WindowKind::Floating | WindowKind::Leased => match window.capacity > window.limit {
+                true => Renewal::Grants,
+                false => Renewal::Ends,
+            },
         }
     }
 }

@@ -308,7 +308,6 @@ impl Windows {
     }
 }
 
-/// Identifies the windows; part of the identity of a counter.
 /// The offset of a key's windows in milliseconds.
 fn offset_of_key(offset: u64, period_ms: u64) -> u64 {
     ((u128::from(offset) * u128::from(period_ms)) >> 64) as u64

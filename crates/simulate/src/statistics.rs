@@ -323,12 +323,10 @@ impl LayerUse {
         if let Windows::Sliding { period_ms } = windows {
             return self.add_sliding(Segments { period_ms: *period_ms }, keyed_request.cost, now_ms);
         }
-        let end_ms = match windows {
-            Windows::FirstRequest { .. } if now_ms < self.end_ms => self.end_ms,
-            Windows::FirstRequest { .. } | Windows::Random { .. } => {
-                windows.window_at(now_ms, keyed_request.offset).end_ms
-            }
-            _ => window.end_ms,
+        let end_ms = match () {
+            () if windows.are_opened_by_requests() && now_ms < self.end_ms => self.end_ms,
+            () if windows.are_shared() => window.end_ms,
+            () => windows.window_at(now_ms, keyed_request.offset).end_ms,
         };
         let ended = (end_ms != self.end_ms && self.end_ms > 0).then_some(self.demand);
         if end_ms != self.end_ms {
