@@ -186,7 +186,7 @@ impl ChargePlan {
     }
 
     /// What the rules would decide about a request whose counters were peeked at. `admits`: the windows have room. Peeks at the
-    /// slots as well; what a shadow rule has decided before does not matter.
+    /// slots as well, and notes which of them would refuse the request, or let it wait.
     #[cold]
     pub fn decide_peeked(&self, admits: bool, now_ms: u64, context: &mut DecisionContext) -> Decision {
         let may_wait = |position: PlanPosition| {
