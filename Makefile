@@ -37,7 +37,7 @@ MUTANT_TESTS = --lib --test rules --test properties --test tower
 # Seconds after which the tests of a change are stopped; the change then counts as noticed.
 MUTANT_TIMEOUT = 60
 
-.PHONY: help test check docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model mutants kills kills-shared concurrency sliding counting instructions instructions-build replay screenshots failover soak fuzz parts deny advisories
+.PHONY: help test check docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions instructions-build replay screenshots failover soak fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -52,6 +52,8 @@ help:
 	@echo "make dist        target/package: the packages, and the source of this commit, with checksums"
 	@echo "make bench       builds a release; CPU time per request, beside nginx, HAProxy, Envoy, Caddy and Pingora; memory; slow clients"
 	@echo "make model       the loom models of the limiter, with wider bounds"
+	@echo "make explore     explores gateways that share a store in wider scenarios, in minutes"
+	@echo "make broken-store  breaks the code of shared counters in a copy, in one way at a time: the exploration must find it"
 	@echo "make mutants     changes the code of FILES (the limiter) in many places, one at a time: a test must fail; takes hours"
 	@echo "make instructions  counts the instructions of requests and decisions; fails if they are 2 % above the committed counts"
 	@echo "make kills       kills the gateway KILLS times (1000) under load: no client gets more than the limit"
@@ -146,6 +148,13 @@ bench-pingora:
 
 model:
 	TRANSOM_MODEL_EXTRA=1 $(MODELS)
+
+# All kinds of windows in all scenarios, and more random events.
+explore:
+	TRANSOM_EXPLORE_WIDELY=1 cargo test --locked -p transom-store --lib -- simulation:: --nocapture
+
+broken-store:
+	python3 tests/broken_store.py
 
 # Changes the code in one place at a time, and runs the fast tests. target/mutants.out has the changes that no test notices; the
 # next run tries only these again. A change without an end fails its tests by the timeout.

@@ -135,6 +135,8 @@ const ORDERS: [(&str, &[&str]); 7] = [
     (
         "store",
         &[
+            "simulation",
+            "settlement",
             "counter_access",
             "decision_queries",
             "exact_mode",
@@ -153,6 +155,7 @@ const ORDERS: [(&str, &[&str]); 7] = [
             "reconnecting",
             "sentinel",
             "connect",
+            "simulated_store",
             "connection",
             "unreported_usage",
             "usage_order",

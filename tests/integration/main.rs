@@ -108,6 +108,7 @@ mod shared_scripts;
 mod shared_sentinel;
 mod shared_sliding;
 mod simulate;
+mod simulated_store;
 mod slow_clients;
 mod snapshots;
 mod soak;

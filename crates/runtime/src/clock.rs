@@ -53,6 +53,17 @@ enum ClockSource {
 struct ManualClock {
     unix_ms: AtomicU64,
     wall_ms: AtomicU64,
+    /// The monotonic time at a Unix time, if it changes only by calls too.
+    instant_at: Option<(u64, Instant)>,
+}
+
+impl ManualClock {
+    fn instant(&self, unix_ms: u64) -> Instant {
+        match self.instant_at {
+            Some((at_ms, instant)) => instant + Duration::from_millis(unix_ms.saturating_sub(at_ms)),
+            None => Instant::now(),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -93,10 +104,17 @@ impl Clock {
 
     /// A clock for tests, which changes only by `advance` and `set_wall_clock`.
     pub fn manual(unix_ms: u64) -> Clock {
-        Clock(Arc::new(ClockSource::Manual(ManualClock {
-            unix_ms: AtomicU64::new(unix_ms),
-            wall_ms: AtomicU64::new(unix_ms),
-        })))
+        Clock::manual_with(unix_ms, None)
+    }
+
+    /// As [`Clock::manual`]; monotonic time, which is `instant` now, advances with it.
+    pub fn stepped(unix_ms: u64, instant: Instant) -> Clock {
+        Clock::manual_with(unix_ms, Some((unix_ms, instant)))
+    }
+
+    fn manual_with(unix_ms: u64, instant_at: Option<(u64, Instant)>) -> Clock {
+        let (unix_ms, wall_ms) = (AtomicU64::new(unix_ms), AtomicU64::new(unix_ms));
+        Clock(Arc::new(ClockSource::Manual(ManualClock { unix_ms, wall_ms, instant_at })))
     }
 
     /// Advances a manual clock. No effect on the system clock.
@@ -120,7 +138,8 @@ impl Clock {
         match &*self.0 {
             ClockSource::System(system) => system.now(),
             ClockSource::Manual(manual) => {
-                Timestamp { unix_ms: manual.unix_ms.load(Ordering::SeqCst), instant: Instant::now() }
+                let unix_ms = manual.unix_ms.load(Ordering::SeqCst);
+                Timestamp { unix_ms, instant: manual.instant(unix_ms) }
             }
         }
     }
@@ -174,7 +193,10 @@ impl Clock {
 
     /// The monotonic clock, for durations only.
     pub fn instant(&self) -> Instant {
-        Instant::now()
+        match &*self.0 {
+            ClockSource::System(_) => Instant::now(),
+            ClockSource::Manual(manual) => manual.instant(manual.unix_ms.load(Ordering::SeqCst)),
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::time::{Duration, Instant};
 
-use foldhash::fast::RandomState;
+use foldhash::fast::FixedState;
 
 use super::reconnecting::ServerId;
 
@@ -19,7 +19,7 @@ const SETTLE_TIME: Duration = Duration::from_secs(2);
 /// breaker closes.
 #[derive(Default)]
 pub struct CircuitBreakers {
-    servers: RefCell<HashMap<ServerId, ServerFailures, RandomState>>,
+    servers: RefCell<HashMap<ServerId, ServerFailures, FixedState>>,
     /// Number of open breakers.
     open: Cell<usize>,
     /// When a breaker last closed.

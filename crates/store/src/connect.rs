@@ -91,6 +91,10 @@ impl Connector {
 
     async fn connect(&self, node: &Node, login: &RedisConnectionInfo) -> Result<Transport, String> {
         let result = |error: io::Error| error.to_string();
+        #[cfg(test)]
+        if let Some(opened) = super::simulated_store::network::Network::connect(node) {
+            return log_in(opened.map_err(result)?, login).await;
+        }
         match (node, &self.tls) {
             (Node::Unix(path), _) => log_in(UnixStream::connect(path).await.map_err(result)?, login).await,
             (Node::Tcp { host, port }, None) => log_in(connect_tcp(host, *port).await.map_err(result)?, login).await,

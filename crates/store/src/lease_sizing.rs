@@ -14,7 +14,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::scripts::{CounterReply, RefundTarget};
-use foldhash::fast::RandomState;
+use foldhash::fast::FixedState;
 use smallvec::SmallVec;
 use tokio::sync::Notify;
 use transom_limiter::table::Counter;
@@ -46,7 +46,7 @@ pub fn counter_id(counter: Counter) -> CounterId {
 /// The recent leases of this worker.
 #[derive(Default)]
 pub struct Leases {
-    records: RefCell<HashMap<CounterId, LeaseRecord, RandomState>>,
+    records: RefCell<HashMap<CounterId, LeaseRecord, FixedState>>,
 }
 
 /// The lease of one counter.

@@ -7,9 +7,11 @@
 //!   `lease_sizing` (leases), `decision_queries` (decision API).
 //! - Outages: `circuit_breaker`, `unreported_usage`, `reported_usage`, `outage`, `outage_log`.
 //! - `usage_order`: which replies may lower the known usage that all workers share.
+//! - After the response: `settlement`.
 //! - Diagnosis: `diagnose`.
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
-//! - `test_worker`: a worker and a store for unit tests.
+//! - `test_worker`: a worker and a store for unit tests. `simulation`: several gateways on a `simulated_store`, in every order of
+//!   events.
 
 mod circuit_breaker;
 pub mod client;
@@ -28,8 +30,13 @@ mod reconnecting;
 mod reported_usage;
 pub mod scripts;
 mod sentinel;
+pub mod settlement;
 pub mod shared_counters;
 pub mod shared_decision;
+#[cfg(test)]
+mod simulated_store;
+#[cfg(test)]
+mod simulation;
 #[cfg(test)]
 mod test_worker;
 mod token_fetch;

@@ -12,7 +12,7 @@ use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use foldhash::fast::RandomState;
+use foldhash::fast::FixedState;
 use smallvec::SmallVec;
 
 use super::lease_sizing::CounterId;
@@ -36,7 +36,7 @@ pub struct ReportedUsage {
 
 #[derive(Default)]
 struct Part {
-    counters: HashMap<CounterId, CounterReports, RandomState>,
+    counters: HashMap<CounterId, CounterReports, FixedState>,
 }
 
 #[derive(Default)]

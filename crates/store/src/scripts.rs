@@ -30,6 +30,7 @@
 
 use std::fmt::Write;
 use std::rc::Rc;
+use std::sync::LazyLock;
 
 use redis::{Cmd, Value};
 
@@ -46,11 +47,13 @@ pub const TOKENS_MAX: u64 = (1 << 53) - 1;
 const EXACT: &str = "e";
 
 /// A script: its text, and its SHA-1 digest for `EVALSHA`.
+#[derive(Clone)]
 pub struct Script {
     text: &'static str,
     sha: String,
 }
 
+#[derive(Clone)]
 pub struct Scripts {
     pub acquire: Script,
     pub refund: Script,
@@ -58,7 +61,11 @@ pub struct Scripts {
 
 impl Default for Scripts {
     fn default() -> Scripts {
-        Scripts { acquire: Script::new(include_str!("acquire.lua")), refund: Script::new(include_str!("refund.lua")) }
+        static SCRIPTS: LazyLock<Scripts> = LazyLock::new(|| Scripts {
+            acquire: Script::new(include_str!("acquire.lua")),
+            refund: Script::new(include_str!("refund.lua")),
+        });
+        SCRIPTS.clone()
     }
 }
 

@@ -325,6 +325,13 @@ async fn read_length(stream: &mut BufReader<TcpStream>) -> Option<usize> {
     line.get(1..)?.trim_end().parse().ok()
 }
 
+/// The request of a key under a rule.
+pub fn keyed_request(rule_set: &RuleSet, rule: RuleId, key: &str, cost: u32) -> KeyedRequest {
+    let mut hasher = KeyHasher::new(Seed(1, 2), rule_set.rules[rule].hash_prefix);
+    hasher.add_part(0, key.as_bytes());
+    KeyedRequest { key: hasher.finish(), offset: 0, variant: VariantId::DEFAULT, cost }
+}
+
 /// A worker whose requests are decided by some rules, the store of its counters, and the clock of both.
 pub struct TestWorker {
     pub shared: Rc<SharedCounters>,
@@ -366,9 +373,7 @@ impl TestWorker {
 
     /// The request of a key under the rule at this position.
     pub fn request(&self, rule: usize, key: &str, cost: u32) -> KeyedRequest {
-        let mut hasher = KeyHasher::new(Seed(1, 2), self.rule_set.rules[RuleId::at(rule)].hash_prefix);
-        hasher.add_part(0, key.as_bytes());
-        KeyedRequest { key: hasher.finish(), offset: 0, variant: VariantId::DEFAULT, cost }
+        keyed_request(&self.rule_set, RuleId::at(rule), key, cost)
     }
 
     /// A default layer of the rule at this position.

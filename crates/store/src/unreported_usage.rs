@@ -7,7 +7,7 @@ use std::hash::Hash;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use foldhash::fast::RandomState;
+use foldhash::fast::FixedState;
 
 use super::lease_sizing::{CounterId, counter_id};
 use transom_limiter::handles::LayerId;
@@ -21,9 +21,9 @@ const UNREPORTED_MAX: usize = 65_536;
 #[derive(Default)]
 pub struct UnreportedUsage {
     /// Counters that were charged locally only.
-    charges: RefCell<HashMap<CounterId, UnreportedCharge, RandomState>>,
+    charges: RefCell<HashMap<CounterId, UnreportedCharge, FixedState>>,
     /// Those that are being reported.
-    reporting: RefCell<HashSet<CounterId, RandomState>>,
+    reporting: RefCell<HashSet<CounterId, FixedState>>,
 }
 
 /// A counter that was charged locally only.

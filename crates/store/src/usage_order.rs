@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use foldhash::fast::RandomState;
+use foldhash::fast::FixedState;
 
 use super::lease_sizing::CounterId;
 
@@ -27,7 +27,7 @@ pub struct UsageOrder {
 
 #[derive(Default)]
 struct Part {
-    counters: HashMap<CounterId, CounterOrder, RandomState>,
+    counters: HashMap<CounterId, CounterOrder, FixedState>,
     /// No forgotten counter was changed after this number.
     forgotten: u64,
 }

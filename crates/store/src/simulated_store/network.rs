@@ -1,0 +1,447 @@
+//! The connections between simulated gateways and their store, in memory. Nothing moves by itself: the exploration chooses when
+//! the store executes a call, when its reply arrives, and when a connection breaks.
+//!
+//! As over TCP, calls and replies of a connection stay in order. A call that was written before its connection broke may still be
+//! executed.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::hash::{Hash, Hasher};
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use super::counters::Store;
+use transom_config::redis::Node;
+
+/// The host of the store.
+const HOST: &str = "simulated";
+
+thread_local! {
+    /// The network of the exploration that runs on this thread.
+    static CURRENT: RefCell<Option<Network>> = const { RefCell::new(None) };
+}
+
+#[derive(Clone, Default)]
+pub struct Network(Arc<Mutex<State>>);
+
+#[derive(Default)]
+struct State {
+    store: Store,
+    /// The counters before the last write: those of a replica.
+    replica: Store,
+    time_ms: u64,
+    links: Vec<Link>,
+    /// Whether connections are refused.
+    is_down: bool,
+}
+
+/// A connection.
+struct Link {
+    gateway: usize,
+    /// Bytes of a command that is not complete yet.
+    unparsed: Vec<u8>,
+    /// Commands whose replies have not arrived.
+    calls: VecDeque<Call>,
+    /// Bytes that the gateway has not read yet.
+    arrived: Vec<u8>,
+    reader: Option<Waker>,
+    /// Whether the gateway sees the end of the connection.
+    is_cut: bool,
+    /// A hash of all bytes that have arrived, and of the end.
+    history: u64,
+}
+
+#[derive(Hash)]
+struct Call {
+    words: Vec<String>,
+    /// Set once the store has executed the call.
+    reply: Option<Vec<u8>>,
+}
+
+impl Call {
+    fn is_script(&self) -> bool {
+        self.words[0].starts_with("EVAL")
+    }
+
+    /// Whether the script is `refund.lua`, whose arguments begin with a letter.
+    fn is_refund(&self) -> bool {
+        self.arguments().first().is_some_and(|first| first.parse::<u64>().is_err())
+    }
+
+    fn key_count(&self) -> usize {
+        self.words[2].parse().expect("a number of keys")
+    }
+
+    fn keys(&self) -> &[String] {
+        &self.words[3..][..self.key_count()]
+    }
+
+    fn arguments(&self) -> &[String] {
+        &self.words[3 + self.key_count()..]
+    }
+}
+
+impl Network {
+    /// The connection of a gateway to the network of this thread; `None` to a real server.
+    pub fn connect(node: &Node) -> Option<io::Result<SimulatedStream>> {
+        match node {
+            Node::Tcp { host, port } if host == HOST => {
+                let network = CURRENT.with_borrow(|current| current.clone())?;
+                Some(network.open((*port).into()))
+            }
+            _ => None,
+        }
+    }
+
+    /// The store, as the gateway of this number knows it.
+    pub fn node(gateway: usize) -> Node {
+        Node::Tcp { host: HOST.to_owned(), port: gateway as u16 }
+    }
+
+    /// Makes this the network of the thread.
+    pub fn install(&self) {
+        CURRENT.with_borrow_mut(|current| *current = Some(self.clone()));
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn open(&self, gateway: usize) -> io::Result<SimulatedStream> {
+        let mut state = self.state();
+        if state.is_down {
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        }
+        let link = Link {
+            gateway,
+            unparsed: Vec::new(),
+            calls: VecDeque::new(),
+            arrived: Vec::new(),
+            reader: None,
+            is_cut: false,
+            history: 0,
+        };
+        state.links.push(link);
+        Ok(SimulatedStream { network: self.clone(), link: state.links.len() - 1 })
+    }
+
+    pub fn set_time(&self, time_ms: u64) {
+        self.state().time_ms = time_ms;
+    }
+
+    /// The connections whose next call can be executed.
+    pub fn executable(&self) -> Vec<usize> {
+        self.links_where(|link| link.calls.iter().any(|call| call.reply.is_none()))
+    }
+
+    /// The connections on which a reply can arrive.
+    pub fn deliverable(&self) -> Vec<usize> {
+        self.links_where(|link| !link.is_cut && link.calls.front().is_some_and(|call| call.reply.is_some()))
+    }
+
+    /// The connections that are not cut and have calls in flight.
+    pub fn busy(&self) -> Vec<usize> {
+        self.links_where(|link| !link.is_cut && !link.calls.is_empty())
+    }
+
+    fn links_where(&self, condition: impl Fn(&Link) -> bool) -> Vec<usize> {
+        let state = self.state();
+        state.links.iter().enumerate().filter(|(_, link)| condition(link)).map(|(nth, _)| nth).collect()
+    }
+
+    /// Lets the store execute the next call of a connection.
+    pub fn execute(&self, link: usize) {
+        let state = &mut *self.state();
+        let State { store, replica, time_ms, links, .. } = state;
+        let link = &mut links[link];
+        let Some(call) = link.calls.iter_mut().find(|call| call.reply.is_none()) else { return };
+        let before = store.clone();
+        call.reply = Some(if call.is_refund() {
+            integer(store.refund(call.keys(), call.arguments(), *time_ms))
+        } else {
+            array(&store.acquire(call.keys(), call.arguments(), *time_ms))
+        });
+        if before != *store {
+            *replica = before;
+        }
+        link.execute_others();
+        if link.is_cut {
+            // No reply arrives any more.
+            while link.calls.front().is_some_and(|call| call.reply.is_some()) {
+                link.calls.pop_front();
+            }
+        }
+    }
+
+    /// Lets the reply to the first call of a connection arrive.
+    pub fn deliver(&self, link: usize) {
+        let waker = {
+            let link = &mut self.state().links[link];
+            link.deliver_first();
+            link.deliver_others();
+            link.reader.take()
+        };
+        waker.into_iter().for_each(Waker::wake);
+    }
+
+    /// Breaks a connection: replies that have not arrived are lost.
+    pub fn cut(&self, link: usize) {
+        let waker = {
+            let link = &mut self.state().links[link];
+            link.cut();
+            link.reader.take()
+        };
+        waker.into_iter().for_each(Waker::wake);
+    }
+
+    /// Breaks all connections. Calls that were not executed are lost.
+    fn cut_all(&self) {
+        let wakers: Vec<Waker> = {
+            let mut state = self.state();
+            state
+                .links
+                .iter_mut()
+                .filter_map(|link| {
+                    link.cut();
+                    link.calls.clear();
+                    link.reader.take()
+                })
+                .collect()
+        };
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// Refuses connections from now on, or accepts them again.
+    pub fn set_down(&self, is_down: bool) {
+        self.state().is_down = is_down;
+        if is_down {
+            self.cut_all();
+        }
+    }
+
+    pub fn is_down(&self) -> bool {
+        self.state().is_down
+    }
+
+    /// Restarts the store without its data.
+    pub fn restart_empty(&self) {
+        self.cut_all();
+        self.state().store = Store::default();
+    }
+
+    /// Promotes the replica, which lacks the last write.
+    pub fn fail_over(&self) {
+        self.cut_all();
+        let mut state = self.state();
+        state.store = state.replica.clone();
+    }
+
+    /// The connections of a gateway that has ended. Its calls may still be executed.
+    pub fn end_gateway(&self, gateway: usize) {
+        let mut state = self.state();
+        state.links.iter_mut().filter(|link| link.gateway == gateway).for_each(Link::cut);
+    }
+
+    pub fn is_cut(&self, link: usize) -> bool {
+        self.state().links[link].is_cut
+    }
+
+    /// Whether a connection of the gateway has ended.
+    pub fn has_reconnected(&self, gateway: usize) -> bool {
+        self.state().links.iter().any(|link| link.gateway == gateway && link.is_cut)
+    }
+
+    pub fn gateway_of(&self, link: usize) -> usize {
+        self.state().links[link].gateway
+    }
+
+    /// A hash of all that has arrived at a gateway, connection by connection.
+    pub fn history_of(&self, gateway: usize) -> u64 {
+        let state = self.state();
+        let links = state.links.iter().filter(|link| link.gateway == gateway);
+        hash_of(links.map(|link| link.history).collect::<Vec<_>>())
+    }
+
+    pub fn used(&self, key: &str) -> u64 {
+        self.state().store.used(key)
+    }
+
+    pub fn keys(&self) -> Vec<String> {
+        self.state().store.keys().map(str::to_owned).collect()
+    }
+
+    /// Adds the store and all that is in flight to a hash.
+    pub fn hash(&self, hasher: &mut impl Hasher) {
+        let state = self.state();
+        (&state.store, &state.replica, state.is_down, state.time_ms).hash(hasher);
+        for link in &state.links {
+            (link.gateway, link.is_cut, &link.calls, link.history).hash(hasher);
+        }
+    }
+
+    /// The calls in flight, for a trace.
+    pub fn describe(&self) -> String {
+        let state = self.state();
+        let describe = |link: &Link| {
+            let calls: Vec<String> = link.calls.iter().filter(|call| call.is_script()).map(describe_call).collect();
+            (!calls.is_empty())
+                .then(|| format!("{}{}: {}", link.gateway, if link.is_cut { " (cut)" } else { "" }, calls.join("; ")))
+        };
+        let links: Vec<String> = state.links.iter().filter_map(describe).collect();
+        format!("{}; in flight: {}", state.store, links.join(" | "))
+    }
+}
+
+fn describe_call(call: &Call) -> String {
+    let state = call.reply.as_ref().map(|reply| String::from_utf8_lossy(reply).replace("\r\n", " "));
+    format!("{} {:?} -> {}", call.keys().join(","), call.arguments(), state.as_deref().unwrap_or("not executed"))
+}
+
+impl Link {
+    /// Adds the commands in `unparsed`.
+    fn parse(&mut self) {
+        while let Some((words, length)) = parse_command(&self.unparsed) {
+            self.unparsed.drain(..length);
+            self.calls.push_back(Call { words, reply: None });
+        }
+        self.execute_others();
+        self.deliver_others();
+    }
+
+    /// Executes commands that are no scripts, up to the first script that was not executed.
+    fn execute_others(&mut self) {
+        let next = self.calls.iter_mut().filter(|call| call.reply.is_none());
+        for call in next {
+            if call.is_script() {
+                return;
+            }
+            call.reply = Some(match call.words[0].as_str() {
+                "PING" => "+PONG\r\n".into(),
+                // All slots are at one server.
+                "CLUSTER" => {
+                    let (host, port) = (bulk(HOST), self.gateway);
+                    format!("*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n{host}:{port}\r\n{}", bulk("id")).into_bytes()
+                }
+                _ => "+OK\r\n".into(),
+            });
+        }
+    }
+
+    fn deliver_others(&mut self) {
+        while self.calls.front().is_some_and(|call| !call.is_script() && call.reply.is_some()) {
+            self.deliver_first();
+        }
+    }
+
+    fn deliver_first(&mut self) {
+        if let Some(reply) = self.calls.pop_front().and_then(|call| call.reply) {
+            self.history = hash_of((self.history, &reply));
+            self.arrived.extend(reply);
+        }
+    }
+
+    fn cut(&mut self) {
+        if !self.is_cut {
+            self.is_cut = true;
+            self.history = hash_of((self.history, "end"));
+            self.calls.retain(|call| call.reply.is_none() && call.is_script());
+        }
+    }
+}
+
+fn hash_of(value: impl Hash) -> u64 {
+    let mut hasher = std::hash::DefaultHasher::new();
+    value.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// The words of an array of bulk strings, and its length in bytes; `None` if it is not complete.
+fn parse_command(bytes: &[u8]) -> Option<(Vec<String>, usize)> {
+    let mut at = 0;
+    let count = parse_length(bytes, &mut at)?;
+    let mut words = Vec::with_capacity(count);
+    for _ in 0..count {
+        let length = parse_length(bytes, &mut at)?;
+        let word = bytes.get(at..at + length)?;
+        bytes.get(at + length + 1)?;
+        words.push(String::from_utf8(word.to_vec()).expect("text"));
+        at += length + 2;
+    }
+    Some((words, at))
+}
+
+/// The number of a line such as `*3` or `$5`; moves behind it.
+fn parse_length(bytes: &[u8], at: &mut usize) -> Option<usize> {
+    let line = bytes.get(*at..)?;
+    let end = line.windows(2).position(|pair| pair == b"\r\n")?;
+    *at += end + 2;
+    std::str::from_utf8(&line[1..end]).expect("text").parse().ok()
+}
+
+fn bulk(text: &str) -> String {
+    format!("${}\r\n{text}\r\n", text.len())
+}
+
+fn integer(number: i64) -> Vec<u8> {
+    format!(":{number}\r\n").into_bytes()
+}
+
+fn array(numbers: &[i64]) -> Vec<u8> {
+    let items: String = numbers.iter().map(|number| format!(":{number}\r\n")).collect();
+    format!("*{}\r\n{items}", numbers.len()).into_bytes()
+}
+
+/// The gateway's end of a connection.
+pub struct SimulatedStream {
+    network: Network,
+    link: usize,
+}
+
+impl AsyncRead for SimulatedStream {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let link = &mut self.network.state().links[self.link];
+        if link.arrived.is_empty() && !link.is_cut {
+            link.reader = Some(cx.waker().clone());
+            return Poll::Pending;
+        }
+        let length = link.arrived.len().min(into.remaining());
+        into.put_slice(&link.arrived[..length]);
+        link.arrived.drain(..length);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for SimulatedStream {
+    fn poll_write(self: Pin<&mut Self>, _cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let waker = {
+            let link = &mut self.network.state().links[self.link];
+            if link.is_cut {
+                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            }
+            link.unparsed.extend_from_slice(bytes);
+            link.parse();
+            if link.arrived.is_empty() { None } else { link.reader.take() }
+        };
+        waker.into_iter().for_each(Waker::wake);
+        Poll::Ready(Ok(bytes.len()))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.network.state().links[self.link].cut();
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl Drop for SimulatedStream {
+    fn drop(&mut self) {
+        self.network.state().links[self.link].cut();
+    }
+}

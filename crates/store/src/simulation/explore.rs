@@ -1,0 +1,127 @@
+//! Visits all states of a scenario, depth first; each path runs from the beginning, because the code of a gateway cannot be
+//! copied. A state that was reached before is not visited again. Larger scenarios run at random.
+
+use std::collections::HashSet;
+
+use fastrand::Rng;
+use tokio::runtime::Builder;
+
+use super::world::{Event, Scenario, World};
+
+/// With more states the tests would take minutes.
+const STATES_MAX: usize = 200_000;
+
+pub struct Exploration {
+    pub states: usize,
+    /// Paths that end with a check of what the store counts.
+    pub ends: usize,
+    pub runs: usize,
+    /// The violated property, and the events that lead to it.
+    pub broken: Option<(String, Vec<Event>)>,
+}
+
+/// Runs on a runtime whose time moves by events only.
+fn run<T>(test: impl Future<Output = T>) -> T {
+    Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime").block_on(test)
+}
+
+/// Explores until a property is violated.
+pub fn explore(scenario: &Scenario) -> Exploration {
+    let mut known = HashSet::new();
+    let mut path: Vec<(Vec<Event>, usize, u64)> = Vec::new();
+    let mut found = Exploration { states: 0, ends: 0, runs: 0, broken: None };
+    loop {
+        found.runs += 1;
+        let broken = run(async {
+            let mut world = World::new(scenario).await;
+            for (events, chosen, hash) in &path {
+                assert_eq!(world.hash(), *hash, "the same events lead to the same state");
+                world.apply(events[*chosen]).await;
+            }
+            while world.broken().is_none() && known.insert(world.hash()) {
+                let hash = world.hash();
+                let events = world.enabled();
+                let Some(first) = events.first().copied() else {
+                    found.ends += 1;
+                    world.come_to_rest().await;
+                    break;
+                };
+                path.push((events, 0, hash));
+                world.apply(first).await;
+            }
+            world.broken().map(str::to_owned)
+        });
+        found.states = known.len();
+        if let Some(broken) = broken {
+            found.broken = Some((broken, path.iter().map(|(events, chosen, _)| events[*chosen]).collect()));
+            return found;
+        }
+        assert!(found.states < STATES_MAX, "too many states");
+        while let Some((events, chosen, _)) = path.last_mut() {
+            *chosen += 1;
+            if *chosen < events.len() {
+                break;
+            }
+            path.pop();
+        }
+        if path.is_empty() {
+            return found;
+        }
+    }
+}
+
+/// Lets `events` random events happen, and checks what the store counts afterwards. Returns how many have happened, or if a
+/// property is violated, which.
+pub fn wander(scenario: &Scenario, seed: u64, events: usize) -> Result<usize, String> {
+    run(async {
+        let mut rng = Rng::with_seed(seed);
+        let mut world = World::new(scenario).await;
+        let mut happened = Vec::new();
+        while happened.len() < events && world.broken().is_none() {
+            let enabled = world.enabled();
+            let weights: Vec<u32> = enabled.iter().map(weight).collect();
+            let mut left = rng.u32(..weights.iter().sum::<u32>().max(1));
+            let chosen = weights.iter().position(|weight| {
+                let is_chosen = left < *weight;
+                left = left.saturating_sub(*weight);
+                is_chosen
+            });
+            let Some(event) = chosen.map(|chosen| enabled[chosen]) else { break };
+            happened.push(event);
+            world.apply(event).await;
+        }
+        if world.broken().is_none() {
+            world.come_to_rest().await;
+        }
+        match world.broken() {
+            None => Ok(happened.len()),
+            Some(broken) => Err(format!("{broken}\n{happened:?}")),
+        }
+    })
+}
+
+/// How often an event happens, in relation to others.
+fn weight(event: &Event) -> u32 {
+    match event {
+        Event::Execute { .. } | Event::Deliver { .. } => 100,
+        Event::Begin { .. } | Event::Respond { .. } => 20,
+        Event::Advance { .. } | Event::EndOutage => 4,
+        Event::Cancel { .. } | Event::Cut { .. } => 2,
+        Event::BeginOutage | Event::RestartEmpty | Event::FailOver | Event::Kill { .. } => 1,
+    }
+}
+
+/// What happens on the way of these events.
+pub fn trace(scenario: &Scenario, events: &[Event]) -> String {
+    run(async {
+        let mut world = World::new(scenario).await;
+        world.log = Some(String::new());
+        for event in events {
+            world.apply(*event).await;
+        }
+        if world.broken().is_none() {
+            world.come_to_rest().await;
+        }
+        world.log.unwrap_or_default()
+    })
+}

@@ -1,0 +1,215 @@
+//! Small scenarios, each in all orders of its events; and a long run of random events.
+//!
+//! `tests/broken_store.py` breaks the code in many ways, one at a time, and shows that one of these tests fails.
+
+use fastrand::Rng;
+
+use super::explore::{explore, trace, wander};
+use super::world::{RequestKind, Scenario, TIMEOUT_MS, refunded, request};
+use crate::test_worker::{leased, named};
+use transom_limiter::rule::{OnOutage, Rule, Sharing};
+use transom_limiter::window::Windows;
+
+/// The kinds of windows.
+fn rules() -> [Rule; 4] {
+    let minute = || leased(&["2/minute"]);
+    let with_windows = |windows| {
+        let mut rule = minute();
+        rule.layers[0].windows = windows;
+        rule
+    };
+    let period_ms = minute().layers[0].windows.typical_ms();
+    let mut accumulating = minute();
+    accumulating.layers[0].capacity = Some(3);
+    [
+        leased(&["2/minute", "3/hour"]),
+        with_windows(Windows::Sliding { period_ms }),
+        with_windows(Windows::FirstRequest { period_ms }),
+        accumulating,
+    ]
+}
+
+fn exact(rule: Rule) -> Rule {
+    Rule { sharing: Sharing::Exact, ..rule }
+}
+
+fn refuses_in_outages(rule: Rule) -> Rule {
+    Rule { on_outage: OnOutage::Refuse, ..rule }
+}
+
+/// Asserts that all states of these requests, with what `change` adds, satisfy all properties; for each kind of windows, with leases
+/// and without.
+fn hold(requests: &[&[RequestKind]], change: impl Fn(&mut Scenario)) {
+    for rule in rules() {
+        hold_for(rule, requests, &change);
+    }
+}
+
+fn hold_for(rule: Rule, requests: &[&[RequestKind]], change: impl Fn(&mut Scenario)) {
+    holds(vec![rule.clone()], requests, &change);
+    holds(vec![exact(rule)], requests, change);
+}
+
+fn holds(rules: Vec<Rule>, requests: &[&[RequestKind]], change: impl Fn(&mut Scenario)) {
+    let mut scenario = Scenario::new(rules, requests);
+    change(&mut scenario);
+    let found = explore(&scenario);
+    println!("{} states, {} ends, {} runs", found.states, found.ends, found.runs);
+    if let Some((property, events)) = found.broken {
+        panic!("{property}\n{}\n{scenario:#?}", trace(&scenario, &events));
+    }
+}
+
+/// Whether scenarios run for minutes: `make explore`.
+fn is_wide() -> bool {
+    std::env::var_os("TRANSOM_EXPLORE_WIDELY").is_some()
+}
+
+/// The steps of a test that does not run for minutes, or all.
+fn steps(short: &[u64], wide: &[u64]) -> Vec<u64> {
+    if is_wide() { wide.to_vec() } else { short.to_vec() }
+}
+
+const TWO_EACH: &[&[RequestKind]] = &[&[request(0), refunded(0)], &[request(0), request(0)]];
+const THREE: &[&[RequestKind]] = &[&[request(0), request(0)], &[refunded(0)]];
+const ONE_EACH: &[&[RequestKind]] = &[&[request(0)], &[refunded(0)]];
+/// Longer than a request waits, and than the time until an unreachable store is probed.
+const RECOVERY_MS: u64 = 500;
+/// Of a single gateway.
+const ALONE: &[&[RequestKind]] = &[&[request(0), request(0), request(0)]];
+
+#[test]
+fn without_failures() {
+    hold(TWO_EACH, |_| ());
+}
+
+#[test]
+fn when_clients_leave() {
+    hold(THREE, |scenario| scenario.cancels = 1);
+}
+
+#[test]
+fn when_a_window_ends() {
+    hold(ONE_EACH, |scenario| {
+        scenario.steps = vec![60_000];
+        scenario.rules = scenario.rules.drain(..).map(refuses_in_outages).collect();
+    });
+}
+
+#[test]
+fn when_replies_are_late() {
+    hold(ONE_EACH, |scenario| scenario.steps = steps(&[TIMEOUT_MS], &[TIMEOUT_MS, TIMEOUT_MS]));
+}
+
+#[test]
+fn when_a_connection_breaks() {
+    hold(THREE, |scenario| scenario.cuts = 1);
+    let [plain, ..] = rules();
+    hold_for(refuses_in_outages(plain), THREE, |scenario| scenario.cuts = 1);
+}
+
+#[test]
+fn when_a_gateway_dies() {
+    hold(THREE, |scenario| scenario.kills = 1);
+}
+
+#[test]
+fn when_a_store_restarts_without_data() {
+    hold(ONE_EACH, |scenario| scenario.restarts = 1);
+    hold(ALONE, |scenario| scenario.restarts = 1);
+}
+
+#[test]
+fn when_a_replica_is_promoted() {
+    hold(ONE_EACH, |scenario| scenario.failovers = 1);
+    hold(ALONE, |scenario| scenario.failovers = 1);
+}
+
+/// A refunded token of a lease goes back to the store.
+#[test]
+fn when_leases_are_idle() {
+    let requests: &[&[RequestKind]] = &[&[refunded(0), request(0), request(0)]];
+    let rule = refuses_in_outages(leased(&["1/minute"]));
+    holds(vec![rule], requests, |scenario| scenario.steps = vec![1000; 3]);
+}
+
+#[test]
+fn over_outages() {
+    // An outage has many states.
+    for rule in rules().into_iter().take(if is_wide() { usize::MAX } else { 1 }) {
+        hold_for(rule, ONE_EACH, |scenario| {
+            scenario.outages = 1;
+            scenario.steps = steps(&[RECOVERY_MS], &[TIMEOUT_MS, RECOVERY_MS]);
+        });
+    }
+}
+
+/// A single gateway counts alone during an outage: its limit holds all the same.
+#[test]
+fn over_outages_of_a_single_gateway() {
+    for rule in rules().into_iter().step_by(if is_wide() { 1 } else { 2 }) {
+        hold_for(rule, ALONE, |scenario| {
+            scenario.outages = 1;
+            scenario.steps = steps(&[RECOVERY_MS], &[TIMEOUT_MS, RECOVERY_MS]);
+        });
+    }
+}
+
+/// Requests of two keys, of a rule with leases and of one without.
+#[test]
+fn with_rules_of_both_modes() {
+    let rules = || vec![leased(&["2/minute"]), named("exact", exact(leased(&["1/hour"])))];
+    let two_keys: &[&[RequestKind]] = &[&[request(0), request(1)], &[refunded(0)]];
+    holds(rules(), two_keys, |_| ());
+    if is_wide() {
+        holds(rules(), two_keys, |scenario| scenario.cancels = 1);
+        holds(rules(), two_keys, |scenario| scenario.cuts = 1);
+    }
+}
+
+/// The store decides two rules in two calls. If the second refuses, the first is refunded.
+#[test]
+fn with_rules_in_two_slots() {
+    let rules = || vec![exact(leased(&["2/minute"])), named("other", exact(leased(&["1/hour"])))];
+    let hold = |change: &dyn Fn(&mut Scenario)| {
+        holds(rules(), ONE_EACH, |scenario| {
+            scenario.is_cluster = true;
+            change(scenario);
+        });
+    };
+    hold(&|_| ());
+    hold(&|scenario| scenario.cancels = 1);
+    hold(&|scenario| scenario.cuts = 1);
+    hold(&|scenario| scenario.kills = 1);
+}
+
+/// Four gateways, thousands of requests, and all kinds of failures at random. A failure prints the seed: run the test again with
+/// `TRANSOM_SEED`.
+#[test]
+fn random_events() {
+    let first = std::env::var("TRANSOM_SEED").ok().and_then(|seed| seed.parse().ok());
+    let (first, runs) = match first {
+        Some(seed) => (seed, 1),
+        None => (fastrand::u64(..), if is_wide() { 400 } else { 8 }),
+    };
+    for seed in (0..runs).map(|run| first.wrapping_add(run)) {
+        let mut rng = Rng::with_seed(seed);
+        let [plain, sliding, first_request, accumulating] = rules();
+        let rule = rng.choice([plain, sliding, first_request, accumulating]).expect("a rule");
+        let rule = if rng.bool() { exact(rule) } else { rule };
+        let rule = if rng.bool() { refuses_in_outages(rule) } else { rule };
+        let any_request =
+            |rng: &mut Rng| RequestKind { key: rng.usize(..2), ..if rng.bool() { request(0) } else { refunded(0) } };
+        let mut scenario = Scenario::new(vec![rule], &[]);
+        scenario.requests = (0..4).map(|_| (0..500).map(|_| any_request(&mut rng)).collect()).collect();
+        scenario.steps = (0..400).map(|_| rng.choice([10, 30, 100, 1000, 20_000]).expect("a step")).collect();
+        (scenario.cuts, scenario.outages, scenario.cancels) = (20, 5, 30);
+        if rng.bool() {
+            (scenario.restarts, scenario.failovers, scenario.kills) = (3, 3, 1);
+        }
+        match wander(&scenario, seed, 8000) {
+            Ok(events) => println!("TRANSOM_SEED={seed}: {events} events"),
+            Err(broken) => panic!("TRANSOM_SEED={seed}: {broken}"),
+        }
+    }
+}

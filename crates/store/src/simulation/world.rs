@@ -1,0 +1,720 @@
+//! Gateways, each with the code of this crate as it runs in production, their store, and a clock; and what a user may rely on.
+//!
+//! A step is an [`Event`]; then all gateways run until they wait for another event. Nothing else happens: time, calls and replies
+//! move only by events. So a list of events always leads to the same state.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::future::poll_fn;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
+
+use tokio::task::{AbortHandle, LocalSet};
+
+use crate::counter_access::{CounterAccess, RequestKeys};
+use crate::settlement::RuleCharges;
+
+use crate::shared_counters::{SharedByWorkers, SharedCounters};
+use crate::shared_decision::{BeginResult, SharedOutcome};
+use crate::simulated_store::network::Network;
+use crate::test_worker::{START_MS, keyed_request};
+use transom_config::redis::{Nodes, StoreConfig};
+use transom_limiter::charge_plan::ChargePlan;
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::handles::{LayerId, RuleId};
+use transom_limiter::key::Seed;
+use transom_limiter::rule::{OnOutage, Rule};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
+use transom_limiter::store_key::StoreKeys;
+use transom_limiter::table::Table;
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::Registry;
+use transom_runtime::metrics::redis::StoreMetrics;
+
+/// How long a request waits for the store.
+pub const TIMEOUT_MS: u64 = 50;
+/// Time in which gateways return what they do not use, and report what they counted alone: some sweeps, and the time after an outage.
+const QUIET_MS: u64 = 12_000;
+/// Steps of that time: the period of probes.
+const SWEEP_PART_MS: u64 = 250;
+const KEYS: [&str; 2] = ["a", "b"];
+
+/// More rounds than gateways need after one event.
+const ROUNDS_MAX: u32 = 1000;
+
+pub const ENDS: &str = "a gateway comes to an end after each event";
+pub const NEVER_OVER: &str = "no window admits more than its limit, and of several gateways what the store has lost";
+pub const NOBODY_WAITS: &str = "no request waits longer than the timeout";
+pub const COUNTED: &str = "when all is quiet, the store counts what was admitted";
+pub const NOT_REFUSED_FOREVER: &str =
+    "when all is quiet, a gateway whose connection never broke admits a request that fits";
+
+/// What may happen, and how often.
+#[derive(Clone, Debug)]
+pub struct Scenario {
+    pub rules: Vec<Rule>,
+    /// The requests of each gateway, in their order.
+    pub requests: Vec<Vec<RequestKind>>,
+    /// Whether calls have keys of one slot only, so that each rule has a call of its own.
+    pub is_cluster: bool,
+    /// Milliseconds by which time advances, in this order.
+    pub steps: Vec<u64>,
+    pub cuts: u8,
+    /// Times that the store is unreachable, until it is reachable again.
+    pub outages: u8,
+    /// Restarts without data.
+    pub restarts: u8,
+    pub failovers: u8,
+    pub kills: u8,
+    /// Requests whose client leaves.
+    pub cancels: u8,
+}
+
+impl Scenario {
+    /// Without disturbances.
+    pub fn new(rules: Vec<Rule>, requests: &[&[RequestKind]]) -> Scenario {
+        Scenario {
+            rules,
+            requests: requests.iter().map(|requests| requests.to_vec()).collect(),
+            is_cluster: false,
+            steps: Vec::new(),
+            cuts: 0,
+            outages: 0,
+            restarts: 0,
+            failovers: 0,
+            kills: 0,
+            cancels: 0,
+        }
+    }
+}
+
+/// A request of one key, and what its response says.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct RequestKind {
+    /// Position in `KEYS`.
+    pub key: usize,
+    pub cost: u32,
+    /// If set, the response states this cost.
+    pub stated: Option<u32>,
+}
+
+/// A request of one token.
+pub const fn request(key: usize) -> RequestKind {
+    RequestKind { key, cost: 1, stated: None }
+}
+
+/// A request of one token that is refunded after the response.
+pub const fn refunded(key: usize) -> RequestKind {
+    RequestKind { stated: Some(0), ..request(key) }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Event {
+    /// A gateway receives its next request.
+    Begin {
+        gateway: usize,
+    },
+    /// The client of a request that waits leaves.
+    Cancel {
+        gateway: usize,
+        request: usize,
+    },
+    /// The response to an admitted request states its cost.
+    Respond {
+        gateway: usize,
+        request: usize,
+    },
+    /// The store executes the next call of a connection.
+    Execute {
+        link: usize,
+    },
+    /// The next reply on a connection arrives.
+    Deliver {
+        link: usize,
+    },
+    Cut {
+        link: usize,
+    },
+    BeginOutage,
+    EndOutage,
+    RestartEmpty,
+    FailOver,
+    Kill {
+        gateway: usize,
+    },
+    Advance {
+        ms: u64,
+    },
+}
+
+struct Gateway {
+    tasks: LocalSet,
+    is_woken: Arc<IsWoken>,
+    counters: Rc<CounterAccess>,
+    shared: Rc<SharedCounters>,
+    requests: Vec<Rc<Request>>,
+    is_alive: bool,
+    /// A hash of all that has happened to it.
+    history: u64,
+}
+
+struct Request {
+    kind: RequestKind,
+    begun_ms: u64,
+    stage: RefCell<Stage>,
+    task: RefCell<Option<AbortHandle>>,
+}
+
+enum Stage {
+    Waits,
+    Decided(Box<SharedOutcome>),
+    Unavailable,
+    /// Noted in the books.
+    Admitted(Box<SharedOutcome>),
+    Ended,
+}
+
+/// Whether a task of a gateway can run.
+struct IsWoken(Mutex<bool>);
+
+impl IsWoken {
+    /// Sets it; returns what it was.
+    fn replace(&self, is_woken: bool) -> bool {
+        std::mem::replace(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner), is_woken)
+    }
+}
+
+impl Wake for IsWoken {
+    fn wake(self: Arc<Self>) {
+        self.replace(true);
+    }
+}
+
+/// A counter: a key in a layer.
+type CounterOfKey = (LayerId, usize);
+
+/// What a user sees, and what the store has lost.
+#[derive(Clone, Default, Hash)]
+struct Books {
+    /// Tokens of admitted requests, by counter and end of the window.
+    admitted: BTreeMap<(usize, String, u64), u64>,
+    forgotten: BTreeMap<(usize, String), u64>,
+    /// Whether calls, replies or a gateway were lost.
+    has_lost_calls: bool,
+    has_lost_data: bool,
+    /// Whether a gateway may have counted without the store.
+    has_counted_alone: bool,
+}
+
+pub struct World {
+    scenario: Scenario,
+    network: Network,
+    clock: Clock,
+    gateways: Vec<Gateway>,
+    rule_set: Arc<RuleSet>,
+    charge_plan: Rc<ChargePlan>,
+    books: Books,
+    broken: Option<String>,
+    /// What has happened, if that is written down.
+    pub log: Option<String>,
+}
+
+impl World {
+    /// Must run on a runtime whose time is paused.
+    pub async fn new(scenario: &Scenario) -> World {
+        fastrand::seed(1);
+        let network = Network::default();
+        network.install();
+        network.set_time(START_MS);
+        let now = tokio::time::sleep(Duration::ZERO).deadline();
+        let clock = Clock::stepped(START_MS, now.into_std());
+        let rule_set = Arc::new(RuleSet::new(&scenario.rules, Seed(1, 2), None));
+        let charge_plan = Rc::new(rule_set.charge_plan(rule_set.rules.ids()));
+        let gateways =
+            (0..scenario.requests.len()).map(|number| Gateway::new(number, scenario.is_cluster, &clock)).collect();
+        let mut world = World {
+            scenario: scenario.clone(),
+            network,
+            clock,
+            gateways,
+            rule_set,
+            charge_plan,
+            books: Books::default(),
+            broken: None,
+            log: None,
+        };
+        for gateway in &world.gateways {
+            gateway.tasks.spawn_local(Rc::clone(&gateway.shared).run());
+        }
+        world.run_gateways().await;
+        // The gateways probe the store before their first request.
+        world.answer_all().await;
+        world
+    }
+
+    /// The events that can happen now.
+    pub fn enabled(&self) -> Vec<Event> {
+        let Scenario { requests, steps, cuts, outages, restarts, failovers, kills, cancels, .. } = &self.scenario;
+        let mut events = Vec::new();
+        let links = |event: fn(usize) -> Event, links: Vec<usize>| links.into_iter().map(event).collect::<Vec<_>>();
+        events.extend(links(|link| Event::Deliver { link }, self.network.deliverable()));
+        events.extend(links(|link| Event::Execute { link }, self.network.executable()));
+        for (number, gateway) in self.gateways.iter().enumerate().filter(|(_, gateway)| gateway.is_alive) {
+            if !requests[number].is_empty() {
+                events.push(Event::Begin { gateway: number });
+            }
+            for (nth, request) in gateway.requests.iter().enumerate() {
+                match &*request.stage.borrow() {
+                    Stage::Waits if *cancels > 0 => events.push(Event::Cancel { gateway: number, request: nth }),
+                    Stage::Admitted(_) if request.kind.stated.is_some() => {
+                        events.push(Event::Respond { gateway: number, request: nth });
+                    }
+                    _ => {}
+                }
+            }
+            if *kills > 0 {
+                events.push(Event::Kill { gateway: number });
+            }
+        }
+        if *cuts > 0 {
+            events.extend(links(|link| Event::Cut { link }, self.network.busy()));
+        }
+        if self.network.is_down() {
+            events.push(Event::EndOutage);
+        } else {
+            let kinds = [(Event::BeginOutage, outages), (Event::RestartEmpty, restarts), (Event::FailOver, failovers)];
+            events.extend(kinds.into_iter().filter(|(_, left)| **left > 0).map(|(event, _)| event));
+        }
+        events.extend(steps.first().map(|ms| Event::Advance { ms: *ms }));
+        events
+    }
+
+    pub async fn apply(&mut self, event: Event) {
+        let affected = self.gateways_affected_by(event);
+        match event {
+            Event::Begin { gateway } => self.begin(gateway),
+            Event::Cancel { gateway, request } => {
+                self.scenario.cancels -= 1;
+                self.gateways[gateway].requests[request].cancel();
+            }
+            Event::Respond { gateway, request } => self.respond(gateway, request),
+            Event::Execute { link } => {
+                self.books.has_lost_calls |= self.network.is_cut(link);
+                self.network.execute(link);
+            }
+            Event::Deliver { link } => self.network.deliver(link),
+            Event::Cut { link } => {
+                self.scenario.cuts -= 1;
+                self.books.has_lost_calls = true;
+                self.network.cut(link);
+            }
+            Event::BeginOutage => {
+                self.scenario.outages -= 1;
+                self.books.has_lost_calls = true;
+                self.network.set_down(true);
+            }
+            Event::EndOutage => self.network.set_down(false),
+            Event::RestartEmpty => {
+                self.scenario.restarts -= 1;
+                self.lose_data(Network::restart_empty);
+            }
+            Event::FailOver => {
+                self.scenario.failovers -= 1;
+                self.lose_data(Network::fail_over);
+            }
+            Event::Kill { gateway } => {
+                self.scenario.kills -= 1;
+                self.books.has_lost_calls = true;
+                self.kill(gateway);
+            }
+            Event::Advance { ms } => {
+                self.scenario.steps.remove(0);
+                self.books.has_counted_alone |= ms >= TIMEOUT_MS && !self.network.busy().is_empty();
+                self.advance(ms).await;
+            }
+        }
+        self.run_gateways().await;
+        self.log(&event);
+        for gateway in affected {
+            let received = self.network.history_of(gateway);
+            let gateway = &mut self.gateways[gateway];
+            gateway.history = hash_of((gateway.history, event, received));
+        }
+    }
+
+    fn gateways_affected_by(&self, event: Event) -> Vec<usize> {
+        match event {
+            Event::Begin { gateway }
+            | Event::Cancel { gateway, .. }
+            | Event::Respond { gateway, .. }
+            | Event::Kill { gateway } => vec![gateway],
+            Event::Deliver { link } | Event::Cut { link } => vec![self.network.gateway_of(link)],
+            Event::Execute { .. } => Vec::new(),
+            Event::BeginOutage | Event::EndOutage | Event::RestartEmpty | Event::FailOver | Event::Advance { .. } => {
+                (0..self.gateways.len()).collect()
+            }
+        }
+    }
+
+    fn begin(&mut self, number: usize) {
+        let kind = self.scenario.requests[number].remove(0);
+        let keyed_requests = self.rule_set.rules.ids().map(|rule| Some(self.keyed_request(rule, kind))).collect();
+        let store_keys = self.store_keys(kind.key);
+        let request = Rc::new(Request {
+            kind,
+            begun_ms: self.clock.now().unix_ms,
+            stage: RefCell::new(Stage::Waits),
+            task: RefCell::new(None),
+        });
+        let gateway = &mut self.gateways[number];
+        gateway.requests.push(Rc::clone(&request));
+        let (counters, charge_plan) = (Rc::clone(&gateway.counters), Rc::clone(&self.charge_plan));
+        let decide = {
+            let request = Rc::clone(&request);
+            async move {
+                let mut context = DecisionContext::default();
+                context.inputs.keyed_requests = keyed_requests;
+                let now_ms = counters.clock.now().unix_ms;
+                let begun =
+                    counters.decide(&charge_plan, now_ms, &mut context, |position| store_keys[position].clone());
+                let decided = match begun {
+                    BeginResult::Decided(decision) => {
+                        Ok(SharedOutcome { decision, context, refunds: Vec::new(), store_keys: StoreKeys::new() })
+                    }
+                    BeginResult::Pending(pending) => pending.decide(&charge_plan).await,
+                    BeginResult::Unavailable => return request.set(Stage::Unavailable),
+                };
+                request.set(decided.map_or(Stage::Unavailable, |outcome| Stage::Decided(Box::new(outcome))));
+            }
+        };
+        let task = gateway.tasks.spawn_local(decide);
+        request.task.replace(Some(task.abort_handle()));
+    }
+
+    /// Settles an admitted request, as the proxy does.
+    fn respond(&mut self, number: usize, nth: usize) {
+        let gateway = &self.gateways[number];
+        let request = &gateway.requests[nth];
+        let Stage::Admitted(outcome) = request.stage.replace(Stage::Ended) else { return };
+        let stated = request.kind.stated.expect("a cost");
+        let store_keys = self.store_keys(request.kind.key);
+        let keyed_requests = &outcome.context.inputs.keyed_requests;
+        let keys = RequestKeys { charge_plan: &self.charge_plan, keyed_requests, store_keys: &store_keys };
+        let settle = || {
+            for position in keyed_requests.ids().filter(|position| outcome.context.has_charged(*position)) {
+                let charges = RuleCharges::of(&outcome.context, position);
+                gateway.counters.settle(keys, position, &charges, &outcome.refunds, stated);
+            }
+        };
+        // Its tasks begin in the gateway.
+        let _guard = gateway.tasks.enter();
+        settle();
+        self.note_admitted(request.kind, &outcome.context, i64::from(stated) - i64::from(request.kind.cost));
+    }
+
+    fn kill(&mut self, number: usize) {
+        let gateway = &mut self.gateways[number];
+        gateway.is_alive = false;
+        for request in &gateway.requests {
+            request.set(Stage::Ended);
+        }
+        // Its connections end with its tasks; nothing that they do at their end reaches the store.
+        self.network.end_gateway(number);
+        gateway.tasks = LocalSet::new();
+    }
+
+    fn lose_data(&mut self, lose: impl Fn(&Network)) {
+        (self.books.has_lost_calls, self.books.has_lost_data) = (true, true);
+        let used =
+            |network: &Network| network.keys().into_iter().map(|key| (network.used(&key), key)).collect::<Vec<_>>();
+        let before = used(&self.network);
+        lose(&self.network);
+        for (used, key) in before {
+            let forgotten = used.saturating_sub(self.network.used(&key));
+            if let Some(counter) = self.counter_named(&key) {
+                *self.books.forgotten.entry(counter).or_default() += forgotten;
+            }
+        }
+    }
+
+    async fn advance(&mut self, ms: u64) {
+        let step = Duration::from_millis(ms);
+        self.clock.advance(step);
+        self.network.set_time(self.clock.now().unix_ms);
+        tokio::time::advance(step).await;
+    }
+
+    /// Lets all gateways run until each of them waits for an event.
+    async fn run_gateways(&mut self) {
+        let (mut rounds, mut quiet_rounds) = (0, 0);
+        while quiet_rounds < 2 && rounds < ROUNDS_MAX {
+            rounds += 1;
+            let has_run = poll_fn(|_| {
+                let mut has_run = false;
+                for gateway in &mut self.gateways {
+                    has_run |= gateway.run();
+                }
+                Poll::Ready(has_run)
+            });
+            quiet_rounds = if has_run.await { 0 } else { quiet_rounds + 1 };
+            // The runtime wakes tasks whose time has come.
+            tokio::task::yield_now().await;
+        }
+        if rounds == ROUNDS_MAX {
+            self.broken.get_or_insert_with(|| ENDS.to_owned());
+        }
+        self.note_decisions();
+    }
+
+    fn note_decisions(&mut self) {
+        let now_ms = self.clock.now().unix_ms;
+        for number in 0..self.gateways.len() {
+            for nth in 0..self.gateways[number].requests.len() {
+                let request = Rc::clone(&self.gateways[number].requests[nth]);
+                let stage = request.stage.replace(Stage::Ended);
+                let next = match stage {
+                    Stage::Decided(outcome) if matches!(outcome.decision, Decision::Admitted) => {
+                        self.note_admitted(request.kind, &outcome.context, request.kind.cost.into());
+                        Stage::Admitted(outcome)
+                    }
+                    Stage::Decided(_) | Stage::Unavailable => Stage::Ended,
+                    Stage::Waits if now_ms >= request.begun_ms + 2 * TIMEOUT_MS => {
+                        self.broken.get_or_insert_with(|| format!("{NOBODY_WAITS}: {:?}", request.kind));
+                        Stage::Waits
+                    }
+                    stage => stage,
+                };
+                request.stage.replace(next);
+            }
+        }
+    }
+
+    /// Adds tokens to those that were admitted, and compares them with the limits.
+    fn note_admitted(&mut self, kind: RequestKind, context: &DecisionContext, tokens: i64) {
+        let charges: Vec<(LayerId, u64)> =
+            context.result.charges.iter().map(|charge| (charge.layer.id, charge.usage.end_ms)).collect();
+        for (layer, end_ms) in charges {
+            let (compiled, name) = (self.rule_set.layer(layer), self.base((layer, kind.key)));
+            let admitted = self.books.admitted.entry((kind.key, name.clone(), end_ms)).or_default();
+            *admitted = admitted.saturating_add_signed(tokens);
+            // A single gateway remembers what the store has lost.
+            let forgotten = self.books.forgotten.get(&(kind.key, name.clone())).filter(|_| self.gateways.len() > 1);
+            let forgotten = forgotten.copied().unwrap_or(0);
+            // A gateway that cannot reach the store counts alone.
+            let is_local = self.rule_set.rules[layer.rule].rule.on_outage == OnOutage::Local;
+            let counts_alone = is_local && (self.books.has_lost_calls || self.books.has_counted_alone);
+            let parts = if counts_alone { self.gateways.len() as u64 } else { 1 };
+            let most = u64::from(compiled.capacity) * parts + forgotten;
+            if *admitted > most && kind.stated.is_none_or(|stated| stated <= kind.cost) {
+                let admitted = *admitted;
+                self.broken.get_or_insert_with(|| format!("{NEVER_OVER}: {name} admitted {admitted}, {most} allowed"));
+            }
+        }
+    }
+
+    /// Executes and delivers all calls in flight, in order.
+    async fn answer_all(&mut self) {
+        loop {
+            let event = match (self.network.deliverable().first(), self.network.executable().first()) {
+                (Some(link), _) => Event::Deliver { link: *link },
+                (None, Some(link)) => Event::Execute { link: *link },
+                (None, None) => return,
+            };
+            Box::pin(self.apply(event)).await;
+        }
+    }
+
+    /// Ends all disturbances, waits until gateways have returned and reported everything, and checks what the store counts.
+    pub async fn come_to_rest(&mut self) {
+        self.network.set_down(false);
+        self.answer_all().await;
+        self.be_quiet(QUIET_MS).await;
+        self.check_counts();
+        if self.broken.is_none() {
+            self.check_last_request().await;
+        }
+    }
+
+    /// Lets time pass, and answers all calls.
+    async fn be_quiet(&mut self, ms: u64) {
+        for _ in 0..ms / SWEEP_PART_MS {
+            self.scenario.steps.insert(0, SWEEP_PART_MS);
+            self.apply(Event::Advance { ms: SWEEP_PART_MS }).await;
+            self.answer_all().await;
+        }
+    }
+
+    /// The open window of each counter holds at least what was admitted, and without losses exactly that.
+    fn check_counts(&mut self) {
+        let now_ms = self.clock.now().unix_ms;
+        for ((_, name, end_ms), admitted) in self.books.admitted.clone() {
+            let used = self.used(&name);
+            let has_several_windows = self.books.admitted.keys().filter(|(_, other, _)| *other == name).count() > 1;
+            if end_ms <= now_ms || has_several_windows {
+                continue;
+            }
+            // After a reconnect, a gateway reports at least the usage that it knows, of which another may have refunded a part.
+            let may_count_more = (0..self.gateways.len()).any(|number| self.network.has_reconnected(number));
+            let is_wrong = used < admitted && !self.books.has_lost_data || used > admitted && !may_count_more;
+            if is_wrong {
+                self.broken.get_or_insert_with(|| format!("{COUNTED}: {name} counts {used}, {admitted} admitted"));
+            }
+        }
+    }
+
+    async fn check_last_request(&mut self) {
+        // Until its windows end, a gateway keeps usage that a store behind a former connection has reported.
+        let has_one_store = |number: usize| self.gateways[number].is_alive && !self.network.has_reconnected(number);
+        let Some(number) = (0..self.gateways.len()).find(|number| has_one_store(*number)) else { return };
+        let kind = request(0);
+        let has_room =
+            |layer: LayerId| self.used(&self.base((layer, kind.key))) < self.rule_set.layer(layer).capacity.into();
+        let fits = self.layers(kind).into_iter().all(has_room);
+        // A request may be refused by what the gateway knows; then the gateway asks the store again.
+        let mut is_admitted = false;
+        for _ in 0..2 {
+            if !is_admitted {
+                self.scenario.requests[number] = vec![kind];
+                self.apply(Event::Begin { gateway: number }).await;
+                self.answer_all().await;
+                let request = self.gateways[number].requests.last().expect("a request");
+                is_admitted = matches!(&*request.stage.borrow(), Stage::Admitted(_));
+            }
+        }
+        if fits && !is_admitted {
+            self.broken.get_or_insert_with(|| NOT_REFUSED_FOREVER.to_owned());
+        }
+    }
+
+    /// The property that is violated, with details.
+    pub fn broken(&self) -> Option<&str> {
+        self.broken.as_deref()
+    }
+
+    /// A hash of the state. A gateway's state is that of a machine which depends only on what has happened to it.
+    pub fn hash(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.network.hash(&mut hasher);
+        self.books.hash(&mut hasher);
+        for gateway in &self.gateways {
+            (gateway.history, gateway.is_alive).hash(&mut hasher);
+        }
+        let Scenario { requests, steps, cuts, outages, restarts, failovers, kills, cancels, .. } = &self.scenario;
+        (requests, steps.len(), cuts, outages, restarts, failovers, kills, cancels).hash(&mut hasher);
+        hasher.finish()
+    }
+
+    fn log(&mut self, event: &Event) {
+        let Some(mut log) = self.log.take() else { return };
+        let _ = writeln!(log, "{} {event:?}: {}", self.clock.now().unix_ms - START_MS, self.network.describe());
+        for (number, gateway) in self.gateways.iter().enumerate() {
+            let stages = gateway.requests.iter().map(|request| match &*request.stage.borrow() {
+                Stage::Waits => "waits",
+                Stage::Decided(_) => "decided",
+                Stage::Unavailable => "unavailable",
+                Stage::Admitted(_) => "admitted",
+                Stage::Ended => "ended",
+            });
+            let _ = writeln!(log, "    gateway {number}: {:?}", stages.collect::<Vec<_>>());
+        }
+        self.log = Some(log);
+    }
+
+    /// The layers in which a request counts.
+    fn layers(&self, kind: RequestKind) -> Vec<LayerId> {
+        let layers = self.rule_set.rules.enumerate();
+        layers.flat_map(|(rule, compiled)| compiled.variant(self.keyed_request(rule, kind).variant)).collect()
+    }
+
+    /// The tokens that the store counts under the keys of a counter.
+    fn used(&self, base: &str) -> u64 {
+        self.network.keys().iter().filter(|key| is_key_of(key, base)).map(|key| self.network.used(key)).sum()
+    }
+
+    fn keyed_request(&self, rule: RuleId, kind: RequestKind) -> KeyedRequest {
+        keyed_request(&self.rule_set, rule, KEYS[kind.key], kind.cost)
+    }
+
+    fn store_keys(&self, key: usize) -> StoreKeys {
+        self.charge_plan.rules().map(|rule| Some(self.text(*rule, key).into()))
+    }
+
+    fn text(&self, rule: RuleId, key: usize) -> String {
+        format!("{}|{}", self.rule_set.rules[rule].rule.name, KEYS[key])
+    }
+
+    /// The beginning of a counter's keys in the store.
+    fn base(&self, (layer, key): CounterOfKey) -> String {
+        let suffix = self.rule_set.rules[layer.rule].suffix(layer);
+        self.gateways[0].shared.key_base(&self.text(layer.rule, key), suffix, 0).to_string()
+    }
+
+    /// The counter that a key in the store belongs to.
+    fn counter_named(&self, store_key: &str) -> Option<(usize, String)> {
+        let mut counters = (0..KEYS.len())
+            .flat_map(|key| self.layers(request(key)).into_iter().map(move |layer| (key, self.base((layer, key)))));
+        counters.find(|(_, base)| is_key_of(store_key, base))
+    }
+}
+
+impl Gateway {
+    fn new(number: usize, is_cluster: bool, clock: &Clock) -> Gateway {
+        let of_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(256).expect("memory")));
+        let node = Network::node(number);
+        let nodes = if is_cluster { Nodes::Cluster(vec![node]) } else { Nodes::Single(node) };
+        let config = StoreConfig { timeout: Duration::from_millis(TIMEOUT_MS), ..StoreConfig::with_defaults(nodes) };
+        let metrics = StoreMetrics::new(&Registry::default(), 0);
+        let shared = SharedCounters::new(&config, of_workers.clone(), clock.clone(), metrics);
+        Gateway {
+            tasks: LocalSet::new(),
+            is_woken: Arc::new(IsWoken(Mutex::new(true))),
+            counters: Rc::new(CounterAccess::new(of_workers, clock.clone(), Some(Rc::clone(&shared)))),
+            shared,
+            requests: Vec::new(),
+            is_alive: true,
+            history: 0,
+        }
+    }
+
+    /// Runs the tasks that can run; `false` if there are none.
+    fn run(&mut self) -> bool {
+        if !self.is_alive || !self.is_woken.replace(false) {
+            return false;
+        }
+        let waker = Waker::from(Arc::clone(&self.is_woken));
+        // Ready once it has no task, which is not the end.
+        let _ = Pin::new(&mut self.tasks).poll(&mut Context::from_waker(&waker));
+        true
+    }
+}
+
+impl Request {
+    fn set(&self, stage: Stage) {
+        self.stage.replace(stage);
+    }
+
+    /// The client leaves: the task of the request is dropped.
+    fn cancel(&self) {
+        if let Some(task) = self.task.take() {
+            task.abort();
+        }
+        self.set(Stage::Ended);
+    }
+}
+
+/// Whether a key of the store is of the counter with this key base.
+fn is_key_of(store_key: &str, base: &str) -> bool {
+    store_key.strip_prefix(base).is_some_and(|rest| rest.starts_with(':'))
+}
+
+fn hash_of(value: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    value.hash(&mut hasher);
+    hasher.finish()
+}

@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Shows that the exploration of crates/store finds mistakes: breaks the code in one way at a time, in a copy.
+
+    python3 tests/broken_store.py [NAME...]
+
+`make broken-store` runs it. The exit code is 1 if a mistake is not found, or if its place in the code has changed.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+COPY = os.path.join(ROOT, "target", "broken-store")
+
+# What is wrong, the file in crates/store/src, the code, and the code with the mistake.
+MISTAKES = [
+    (
+        "a refund goes to the window after that of the charge",
+        "scripts.rs",
+        "let RefundTarget { kind, number, limit, .. } = *self;",
+        "let RefundTarget { kind, mut number, limit, .. } = *self;\n        number += 1;",
+    ),
+    (
+        "leased tokens outlast their window",
+        "token_fetch.rs",
+        "match self.table.deposit(fetch.counter, lease_end_ms, tokens, now_ms) {",
+        "match self.table.deposit(fetch.counter, lease_end_ms + 3_600_000, tokens, now_ms) {",
+    ),
+    (
+        "granted tokens are deposited twice",
+        "token_fetch.rs",
+        "match self.table.deposit(fetch.counter, lease_end_ms, tokens, now_ms) {",
+        "match self.table.deposit(fetch.counter, lease_end_ms, 2 * tokens, now_ms) {",
+    ),
+    (
+        "a request waits without a deadline",
+        "shared_decision.rs",
+        "() = tokio::time::sleep_until(deadline) => {}",
+        "() = tokio::time::sleep_until(deadline + Duration::from_secs(3600)) => {}",
+    ),
+    (
+        "the charge of a client that leaves is kept",
+        "exact_mode.rs",
+        "if let Err(ChargeOutcome::Granted(replies)) = sender.send(outcome) {",
+        "if let Err(ChargeOutcome::Granted(replies)) = sender.send(outcome) && false {",
+    ),
+    (
+        "a rule that cannot be counted admits, although it should refuse",
+        "shared_decision.rs",
+        ".any(|layer_ref| charge_plan.rule_of(*layer_ref).rule.on_outage == OnOutage::Refuse)",
+        ".any(|_| false)",
+    ),
+    (
+        "a store that has lost data is not told the known usage",
+        "shared_counters.rs",
+        "self.reconnected_ms.set(self.clock.now().unix_ms.saturating_sub(elapsed.as_millis() as u64));",
+        "_ = elapsed;",
+    ),
+    (
+        "idle tokens go back to the store and stay leased",
+        "shared_counters.rs",
+        "let tokens = self.table.withdraw(counter, target.end_ms, u32::MAX);",
+        "let tokens = self.table.leased_tokens(counter, now_ms);",
+    ),
+    (
+        "a refused request keeps what other rules have charged",
+        "shared_decision.rs",
+        "shared.undo(charge_plan.rule_set(), &mut self.context, first, Vec::new());\n        if !is_refused {",
+        "if !is_refused {",
+    ),
+    (
+        "usage counted in an outage is not reported",
+        "outage.rs",
+        "self.send_kept_refunds(server).await && self.report(server).await",
+        "self.send_kept_refunds(server).await",
+    ),
+    (
+        "a late grant counts beside requests that were counted meanwhile",
+        "exact_mode.rs",
+        "let is_late = is_counted_here && is_more_known && used > charge.request.ceiling;",
+        "let is_late = false && is_counted_here && is_more_known && used > charge.request.ceiling;",
+    ),
+    (
+        "a refusal is taken for a grant",
+        "exact_mode.rs",
+        "break ChargeOutcome::Refused(all);",
+        "break ChargeOutcome::Granted(all);",
+    ),
+]
+
+
+def test():
+    """Runs the exploration in the copy; returns the exit code and the output."""
+    command = ["cargo", "test", "--locked", "--package", "transom-store", "--lib", "--", "simulation::"]
+    environment = dict(os.environ, CARGO_TARGET_DIR=os.path.join(COPY, "target"), CARGO_INCREMENTAL="0")
+    result = subprocess.run(command, cwd=COPY, env=environment, capture_output=True, text=True)
+    return result.returncode, result.stdout + result.stderr
+
+
+def found_by(output):
+    """The tests that have failed; `None` if none has run."""
+    if "running " not in output:
+        return None
+    failed = {line.split()[1].split("::")[-1] for line in output.splitlines() if line.endswith("... FAILED")}
+    return sorted(failed)
+
+
+def main():
+    os.makedirs(COPY, exist_ok=True)
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    for file in filter(None, files):
+        source, target = os.path.join(ROOT, file), os.path.join(COPY, file)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        shutil.copyfile(source, target)
+    missed = []
+    for name, file, code, mistake in MISTAKES:
+        if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+            continue
+        path = os.path.join(COPY, "crates", "store", "src", file)
+        with open(path) as source:
+            text = source.read()
+        if text.count(code) != 1:
+            print(f"NOT FOUND in {file}: {code}")
+            missed.append(name)
+            continue
+        with open(path, "w") as broken:
+            broken.write(text.replace(code, mistake))
+        code, output = test()
+        with open(path, "w") as mended:
+            mended.write(text)
+        tests = found_by(output)
+        if code == 0 or not tests:
+            print(f"MISSED: {name}\n{output[-2000:] if tests is None else ''}", flush=True)
+            missed.append(name)
+        else:
+            print(f"{name}: found by {', '.join(tests)}", flush=True)
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
