@@ -50,6 +50,7 @@ const ROUNDS_MAX: u32 = 1000;
 
 pub const ENDS: &str = "a gateway comes to an end after each event";
 pub const NEVER_OVER: &str = "no window admits more than its limit, and of several gateways what the store has lost";
+pub const ALL_COUNT: &str = "an admitted request counts in all layers of its rules";
 pub const NOBODY_WAITS: &str = "no request waits longer than the timeout";
 pub const COUNTED: &str = "when all is quiet, the store counts what was admitted";
 pub const NOT_REFUSED_FOREVER: &str =
@@ -480,6 +481,9 @@ impl World {
                 let stage = request.stage.replace(Stage::Ended);
                 let next = match stage {
                     Stage::Decided(outcome) if matches!(outcome.decision, Decision::Admitted) => {
+                        if outcome.context.result.charges.len() < self.layers(request.kind).len() {
+                            self.broken.get_or_insert_with(|| ALL_COUNT.to_owned());
+                        }
                         self.note_admitted(request.kind, &outcome.context, request.kind.cost.into());
                         Stage::Admitted(outcome)
                     }
