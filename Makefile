@@ -151,7 +151,7 @@ model:
 
 # All kinds of windows in all scenarios, and more random events.
 explore:
-	TRANSOM_EXPLORE_WIDELY=1 cargo test --locked -p transom-store --lib -- simulation:: --nocapture
+	TRANSOM_EXPLORE_WIDELY=1 cargo test --locked -p transom-store --lib -- exploration:: --nocapture
 
 broken-store:
 	python3 tests/broken_store.py

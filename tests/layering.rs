@@ -135,7 +135,7 @@ const ORDERS: [(&str, &[&str]); 7] = [
     (
         "store",
         &[
-            "simulation",
+            "exploration",
             "settlement",
             "counter_access",
             "decision_queries",

@@ -139,6 +139,5 @@ fn the_store_in_memory_replies_as_redis() {
             _ => stores.acquire(&mut rng),
         }
     }
-    let keys = stores.simulated.keys().count();
-    assert!(keys > 0 && stores.simulated.used("s") <= 50);
+    assert!(stores.simulated.keys().any(|key| stores.simulated.used(key) > 0));
 }

@@ -10,7 +10,7 @@
 //! - After the response: `settlement`.
 //! - Diagnosis: `diagnose`.
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
-//! - `test_worker`: a worker and a store for unit tests. `simulation`: several gateways on a `simulated_store`, in every order of
+//! - `test_worker`: a worker and a store for unit tests. `exploration`: several gateways on a `simulated_store`, in every order of
 //!   events.
 
 mod circuit_breaker;
@@ -22,6 +22,8 @@ pub mod counter_access;
 pub mod decision_queries;
 pub mod diagnose;
 mod exact_mode;
+#[cfg(test)]
+mod exploration;
 mod hash_slot;
 pub mod lease_sizing;
 mod outage;
@@ -35,8 +37,6 @@ pub mod shared_counters;
 pub mod shared_decision;
 #[cfg(test)]
 mod simulated_store;
-#[cfg(test)]
-mod simulation;
 #[cfg(test)]
 mod test_worker;
 mod token_fetch;

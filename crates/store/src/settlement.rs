@@ -3,6 +3,8 @@
 //! Tokens are charged before forwarding, so that concurrent requests cannot exceed a limit. Afterwards the rest is charged, or what
 //! was charged too much is refunded. What exceeds the current windows is taken from later ones.
 
+use std::cmp::Ordering;
+
 use super::counter_access::{CounterAccess, RequestKeys};
 use super::scripts::Refund;
 use transom_limiter::charge_plan::LayerCharge;
@@ -50,9 +52,13 @@ impl CounterAccess {
         cost: u32,
     ) {
         let Some(keyed_request) = keys.keyed_requests[position] else { return };
-        if cost > keyed_request.cost {
-            let excess = KeyedRequest { cost: cost - keyed_request.cost, ..keyed_request };
-            return self.charge_excess(keys, position, excess);
+        match cost.cmp(&keyed_request.cost) {
+            Ordering::Less => {}
+            Ordering::Equal => return,
+            Ordering::Greater => {
+                let excess = KeyedRequest { cost: cost - keyed_request.cost, ..keyed_request };
+                return self.charge_excess(keys, position, excess);
+            }
         }
         let (tokens, is_all) = (keyed_request.cost - cost, cost == 0);
         // A whole charge in front of later ones may be refunded when these are.

@@ -743,7 +743,7 @@ impl SharedDecision {
             let is_rule = kind.is_opened_by_requests() && !charge_plan.rule_of(layer_ref).is_sharded();
             let Some(keyed_request) = keyed_request.filter(|_| is_rule) else { return false };
             let counter = |layer_ref| charge_plan.layer(layer_ref).counter(keyed_request);
-            table.known_usage(counter(layer_ref), now_ms).is_none()
+            table.known_usage(counter(layer_ref), now_ms).is_none_or(|(_, used)| used == 0)
                 && charge_plan
                     .layers_of_rule(layer_ref.position, keyed_request.variant)
                     .all(|layer_ref| table.leased_tokens(counter(layer_ref), now_ms) == 0)
@@ -1042,9 +1042,12 @@ mod tests {
             let worker = TestWorker::new(&[rule, exact]).await;
             let (opened, wide) = (|key| format!("transom:{{r|{key}}}:first-request"), "transom:{wide|a}:500000");
             worker.store.set_used(wide, 5);
-            assert_eq!(worker.decide("a", 1).await, Some(false));
-            worker.settled_calls().await;
-            assert_eq!(worker.store.used(&opened("a")), 0);
+            for _ in 0..2 {
+                assert_eq!(worker.decide("a", 1).await, Some(false));
+                worker.settled_calls().await;
+                assert_eq!(worker.store.used(&opened("a")), 0);
+                worker.clock.advance(Duration::from_secs(20));
+            }
             assert_eq!(worker.decide("b", 1).await, Some(true));
             assert_eq!((worker.store.take_calls().len(), worker.store.used(&opened("b"))), (1, 1));
             // Tokens of an open window are leased.

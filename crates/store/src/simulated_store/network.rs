@@ -37,6 +37,8 @@ struct State {
     links: Vec<Link>,
     /// Whether connections are refused.
     is_down: bool,
+    /// Whether the store does not know the digests of the scripts, by `Call::is_refund`.
+    forgot_script: [bool; 2],
 }
 
 /// A connection.
@@ -156,11 +158,15 @@ impl Network {
     /// Lets the store execute the next call of a connection.
     pub fn execute(&self, link: usize) {
         let state = &mut *self.state();
-        let State { store, replica, time_ms, links, .. } = state;
+        let State { store, replica, time_ms, links, forgot_script, .. } = state;
         let link = &mut links[link];
         let Some(call) = link.calls.iter_mut().find(|call| call.reply.is_none()) else { return };
         let before = store.clone();
-        call.reply = Some(if call.is_refund() {
+        let forgot = &mut forgot_script[usize::from(call.is_refund())];
+        *forgot &= call.words[0] == "EVALSHA";
+        call.reply = Some(if *forgot {
+            b"-NOSCRIPT No matching script\r\n".to_vec()
+        } else if call.is_refund() {
             integer(store.refund(call.keys(), call.arguments(), *time_ms))
         } else {
             array(&store.acquire(call.keys(), call.arguments(), *time_ms))
@@ -230,14 +236,15 @@ impl Network {
     /// Restarts the store without its data.
     pub fn restart_empty(&self) {
         self.cut_all();
-        self.state().store = Store::default();
+        let mut state = self.state();
+        (state.store, state.forgot_script) = (Store::default(), [true; 2]);
     }
 
     /// Promotes the replica, which lacks the last write.
     pub fn fail_over(&self) {
         self.cut_all();
         let mut state = self.state();
-        state.store = state.replica.clone();
+        (state.store, state.forgot_script) = (state.replica.clone(), [true; 2]);
     }
 
     /// The connections of a gateway that has ended. Its calls may still be executed.
@@ -277,7 +284,7 @@ impl Network {
     /// Adds the store and all that is in flight to a hash.
     pub fn hash(&self, hasher: &mut impl Hasher) {
         let state = self.state();
-        (&state.store, &state.replica, state.is_down, state.time_ms).hash(hasher);
+        (&state.store, &state.replica, state.is_down, state.time_ms, state.forgot_script).hash(hasher);
         for link in &state.links {
             (link.gateway, link.is_cut, &link.calls, link.history).hash(hasher);
         }

@@ -10,9 +10,9 @@ use crate::test_worker::{leased, named};
 use transom_limiter::rule::{OnOutage, Rule, Sharing};
 use transom_limiter::window::Windows;
 
-/// The kinds of windows.
+/// The kinds of windows. With limits this small, few requests can exceed them.
 fn rules() -> [Rule; 4] {
-    let minute = || leased(&["2/minute"]);
+    let minute = || leased(&["1/minute"]);
     let with_windows = |windows| {
         let mut rule = minute();
         rule.layers[0].windows = windows;
@@ -20,9 +20,9 @@ fn rules() -> [Rule; 4] {
     };
     let period_ms = minute().layers[0].windows.typical_ms();
     let mut accumulating = minute();
-    accumulating.layers[0].capacity = Some(3);
+    accumulating.layers[0].capacity = Some(2);
     [
-        leased(&["2/minute", "3/hour"]),
+        leased(&["1/minute", "2/hour"]),
         with_windows(Windows::Sliding { period_ms }),
         with_windows(Windows::FirstRequest { period_ms }),
         accumulating,
@@ -73,6 +73,8 @@ fn steps(short: &[u64], wide: &[u64]) -> Vec<u64> {
 const TWO_EACH: &[&[RequestKind]] = &[&[request(0), refunded(0)], &[request(0), request(0)]];
 const THREE: &[&[RequestKind]] = &[&[request(0), request(0)], &[refunded(0)]];
 const ONE_EACH: &[&[RequestKind]] = &[&[request(0)], &[refunded(0)]];
+/// Longer than a request waits.
+const LATE_MS: u64 = TIMEOUT_MS + 2;
 /// Longer than a request waits, and than the time until an unreachable store is probed.
 const RECOVERY_MS: u64 = 500;
 /// Of a single gateway.
@@ -98,7 +100,25 @@ fn when_a_window_ends() {
 
 #[test]
 fn when_replies_are_late() {
-    hold(ONE_EACH, |scenario| scenario.steps = steps(&[TIMEOUT_MS], &[TIMEOUT_MS, TIMEOUT_MS]));
+    hold(ONE_EACH, |scenario| scenario.steps = steps(&[LATE_MS], &[LATE_MS, LATE_MS]));
+}
+
+/// A reply in time grants what other requests have been counted for meanwhile, because theirs was late.
+#[test]
+fn when_replies_are_late_for_some_requests() {
+    for rule in [leased(&["1/minute"]), exact(leased(&["1/minute"]))] {
+        holds(vec![rule], &[&[request(0), request(0)]], |scenario| scenario.steps = vec![TIMEOUT_MS * 3 / 5; 2]);
+    }
+}
+
+/// A cost beyond what was charged is charged in the store too.
+#[test]
+fn when_responses_state_more_than_was_charged() {
+    let overdrawn = RequestKind { stated: Some(3), ..request(0) };
+    let rule = leased(&["4/minute"]);
+    for rule in [rule.clone(), exact(rule)] {
+        holds(vec![rule], &[&[overdrawn, request(0)], &[request(0)]], |_| ());
+    }
 }
 
 #[test]
@@ -139,7 +159,7 @@ fn over_outages() {
     for rule in rules().into_iter().take(if is_wide() { usize::MAX } else { 1 }) {
         hold_for(rule, ONE_EACH, |scenario| {
             scenario.outages = 1;
-            scenario.steps = steps(&[RECOVERY_MS], &[TIMEOUT_MS, RECOVERY_MS]);
+            scenario.steps = steps(&[RECOVERY_MS], &[LATE_MS, RECOVERY_MS]);
         });
     }
 }
@@ -150,7 +170,7 @@ fn over_outages_of_a_single_gateway() {
     for rule in rules().into_iter().step_by(if is_wide() { 1 } else { 2 }) {
         hold_for(rule, ALONE, |scenario| {
             scenario.outages = 1;
-            scenario.steps = steps(&[RECOVERY_MS], &[TIMEOUT_MS, RECOVERY_MS]);
+            scenario.steps = steps(&[RECOVERY_MS], &[LATE_MS, RECOVERY_MS]);
         });
     }
 }
