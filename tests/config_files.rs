@@ -707,6 +707,8 @@ fn the_treatment_of_unknown_keys_is_read_as_written() {
         [OnUnknownKey::Refuse, OnUnknownKey::Missing, OnUnknownKey::Count]
     );
     assert!(config.metrics.clients);
+    let config = good("clients-by-name.toml");
+    assert_eq!(config.rules.map(|rule| rule.on_unknown_key), [OnUnknownKey::Refuse, OnUnknownKey::Missing]);
     let config = good("plans.toml");
     assert_eq!(config.rules.map(|rule| rule.on_unknown_key), [OnUnknownKey::Count; 3]);
     assert!(!config.metrics.clients);

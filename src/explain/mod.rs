@@ -149,7 +149,7 @@ impl Explanation {
         let (mut params, tokens) = (Vec::new(), served.token_checker());
         let resolved = served.resolve(view, &mut params, &tokens, || counters.clock.wall_ms())?;
         resolved.check(&validated, body_bytes(&parts.headers))?;
-        if let (Ok(Some(id)), Some(plans)) = (resolved.clients.client_of(&resolved.attributes), &served.clients) {
+        if let (Some(id), Some(plans)) = (resolved.clients.reported_client(&resolved.attributes), &served.clients) {
             let client = &plans.clients[id];
             self.client = Some((client.name.clone(), plans.plans[client.plan].clone()));
         }

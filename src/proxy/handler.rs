@@ -262,7 +262,7 @@ fn decide(
     format.changes = actions.and_then(|actions| actions.response_changes(&variables));
     resolved.check(&validated, request_context.body_bytes)?;
     if (config.reports_clients() || record.is_logged())
-        && let Ok(Some(client)) = resolved.clients.client_of(&resolved.attributes)
+        && let Some(client) = resolved.clients.reported_client(&resolved.attributes)
     {
         record.set_client(client);
     }

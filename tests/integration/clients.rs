@@ -3,7 +3,7 @@
 use serde_json::json;
 use transom_limiter::secret_digest::Digest;
 
-use crate::support::client::{Client, HttpResponse};
+use crate::support::client::HttpResponse;
 use crate::support::gateway::Gateway;
 use crate::support::jwt_issuer::Issuer;
 use crate::support::process::Process;
@@ -69,17 +69,8 @@ fn a_plan_is_found_by_the_most_specific_network() {
     for (address, found) in
         [("127.0.0.1", vec![100]), ("127.0.1.200", vec![50, 5]), ("127.0.2.2", vec![50, 5]), ("127.0.2.3", vec![100])]
     {
-        assert_eq!(limits(&get_from(address, &gateway, &[])), found, "{address}");
+        assert_eq!(limits(&gateway.get_from(address, &[])), found, "{address}");
     }
-}
-
-/// The response to a request from a loopback address.
-fn get_from(address: &str, gateway: &Gateway, fields: &[(&str, &str)]) -> HttpResponse {
-    use std::net::SocketAddr;
-    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
-    socket.bind(&format!("{address}:0").parse::<SocketAddr>().unwrap().into()).unwrap();
-    socket.connect(&gateway.http.into()).unwrap();
-    Client::from_tcp(socket.into()).get_with("/a", fields)
 }
 
 #[test]
@@ -161,7 +152,7 @@ fn exempt_clients_are_not_counted_and_get_no_ratelimit_fields() {
     let gateway = Gateway::start_with(&toml, "");
     for n in 1..=20 {
         let by_key = get_with_key(&gateway, "monitor").expect(200);
-        let by_network = get_from("127.0.9.1", &gateway, &[("X-API-Key", "abc")]).expect(200);
+        let by_network = gateway.get_from("127.0.9.1", &[("X-API-Key", "abc")]).expect(200);
         assert_eq!(items(&by_key, "ratelimit").len(), 1, "only the other rule adds an item");
         assert_eq!(remaining(&by_key, "all"), 100 - 2 * n + 1);
         assert_eq!(limits(&by_network), [100]);

@@ -225,7 +225,7 @@ fn the_walk_from_a_complaint_to_a_limit_is_true() {
             let edited = fs::read_to_string(scratch.path().join("gateway.toml")).unwrap();
             if edited.contains("48/minute") {
                 gateway.reload_with(&live_toml.replace("33/minute", "48/minute"), &clients);
-                let check = r#"{"rule": "per-client", "key": "key-of-acme"}"#;
+                let check = r#"{"rule": "per-client", "key": "acme"}"#;
                 let host = [("Host", "127.0.0.1")];
                 let ask = || Client::connect(gateway.admin).request("POST", "/v1/check", &host, check.as_bytes());
                 let is_allowed = || ask().json()["allowed"] == true;

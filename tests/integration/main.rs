@@ -23,6 +23,7 @@ mod changed_limits;
 mod check_redis;
 mod chromium;
 mod client_certs;
+mod client_keys;
 mod clients;
 mod clients_command;
 mod clock_steps;

@@ -5,7 +5,7 @@ use std::fs;
 use serde_json::{Value, json};
 use transom_limiter::secret_digest::Digest;
 
-use crate::support::client::{Client, HttpResponse};
+use crate::support::client::HttpResponse;
 use crate::support::gateway::Gateway;
 use crate::support::gateway_group::{LONG_TIMEOUT, shared_config};
 use crate::support::http2_client::Http2Client;
@@ -291,18 +291,14 @@ fn a_fallback_of_unknown_keys_is_shared_between_gateways() {
     assert_eq!(keys().len(), 2);
 }
 
-fn query(gateway: &Gateway, operation: &str, body: Value) -> HttpResponse {
-    Client::connect(gateway.admin).post(&format!("/v1/{operation}"), body.to_string())
-}
-
 #[test]
 fn the_decision_api_treats_unknown_keys_as_requests() {
     let clients = client_toml("acme", "abc");
     let body = |key: &str| json!({"rule": "key", "key": key});
     let gateway = Gateway::start_with(&config("refuse", "ip", 5), &clients);
-    assert_eq!(query(&gateway, "limit", body("abc")).expect(200).json()["count"], 1);
+    assert_eq!(gateway.decision("limit", &body("abc")).expect(200).json()["count"], 1);
     for operation in ["limit", "check", "value", "reset"] {
-        let refused = query(&gateway, operation, body("guess")).expect(200).json();
+        let refused = gateway.decision(operation, &body("guess")).expect(200).json();
         assert_eq!((&refused["allowed"], &refused["unknown_key"]), (&json!(false), &json!(true)), "{operation}");
         assert_eq!((&refused["retry_after"], &refused["windows"]), (&Value::Null, &json!([])), "{operation}");
         assert_eq!(refused.get("exempt"), None);
@@ -310,22 +306,24 @@ fn the_decision_api_treats_unknown_keys_as_requests() {
     // Another rule is charged for the guess, and may refuse it.
     let both = json!({"rules": [body("guess"), {"rule": "address", "key": "127.0.0.1"}]});
     for count in [1, 2, 3, 4, 5, 5] {
-        let refused = query(&gateway, "limit", both.clone()).expect(200).json();
+        let refused = gateway.decision("limit", &both).expect(200).json();
         assert_eq!((&refused["allowed"], &refused["windows"][0]["count"]), (&json!(false), &json!(count)));
     }
     get(&gateway, "abc").expect(429);
-    assert_eq!(query(&gateway, "value", body("abc")).expect(200).json()["count"], 1);
+    assert_eq!(gateway.decision("value", &body("abc")).expect(200).json()["count"], 1);
 
     let gateway = Gateway::start_with(&config("missing", "skip", 5), &clients);
-    let skipped = query(&gateway, "limit", body("guess")).expect(200).json();
+    let skipped = gateway.decision("limit", &body("guess")).expect(200).json();
     assert_eq!((&skipped["allowed"], &skipped["windows"]), (&json!(true), &json!([])));
     let gateway = Gateway::start_with(&config("missing", "refuse", 5), &clients);
-    assert_eq!(query(&gateway, "limit", body("guess")).expect(200).json()["unknown_key"], true);
+    assert_eq!(gateway.decision("limit", &body("guess")).expect(200).json()["unknown_key"], true);
     let gateway = Gateway::start_with(&config("missing", "ip", 5), &clients);
-    assert!(query(&gateway, "limit", body("guess")).expect(400).problem()["detail"].as_str().unwrap().contains("`ip`"));
+    assert!(
+        gateway.decision("limit", &body("guess")).expect(400).problem()["detail"].as_str().unwrap().contains("`ip`")
+    );
     let gateway = Gateway::start_with(&config("count", "ip", 5), &clients);
-    assert_eq!(query(&gateway, "limit", body("guess")).expect(200).json()["count"], 1);
-    query(&gateway, "limit", body("caf\u{e9}")).expect(400);
+    assert_eq!(gateway.decision("limit", &body("guess")).expect(200).json()["count"], 1);
+    gateway.decision("limit", &body("caf\u{e9}")).expect(400);
     assert_eq!(live_counters(&gateway), 1);
 }
 

@@ -90,6 +90,19 @@ impl Gateway {
         self.client().get_with(target, fields)
     }
 
+    /// One request from a loopback address.
+    pub fn get_from(&self, address: &str, fields: &[(&str, &str)]) -> HttpResponse {
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        socket.bind(&format!("{address}:0").parse::<SocketAddr>().unwrap().into()).unwrap();
+        socket.connect(&self.http.into()).unwrap();
+        Client::from_tcp(socket.into()).get_with("/a", fields)
+    }
+
+    /// A query of the decision API.
+    pub fn decision(&self, operation: &str, query: &serde_json::Value) -> HttpResponse {
+        Client::connect(self.admin).post(&format!("/v1/{operation}"), query.to_string())
+    }
+
     pub fn advance(&self, by: Duration) {
         self.clock.advance(by);
     }

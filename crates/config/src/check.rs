@@ -7,7 +7,7 @@
 use toml::de::DeTable;
 
 use super::calendar;
-use super::clients::{DefinedPlans, read_clients, report_unused_on_unknown_key};
+use super::clients::{DefinedPlans, read_clients, report_missing_clients, report_unused_on_unknown_key};
 use super::counters::Counters;
 use super::descriptor::report_unused_descriptors;
 use super::diagnostics::{Problem, Report};
@@ -116,6 +116,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let before = report.count();
     let clients = read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, report);
     if report.count() == before && !misspelled.contains(&"clients") {
+        report_missing_clients(&rules, clients.as_ref(), report);
         report_unused_on_unknown_key(&rules, clients.as_ref(), report);
         let tables = metrics_item.iter().flat_map(Item::tables);
         if let (Some(item), None) = (tables.filter_map(|table| table.given("clients")).next(), &clients)

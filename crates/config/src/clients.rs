@@ -143,6 +143,19 @@ pub fn read_clients(
     Some(Clients { file: path, api_key, subject, list })
 }
 
+/// Reports rules by client without clients.
+pub fn report_missing_clients(
+    rules: &Definitions<RuleId, CheckedRule>,
+    clients: Option<&Clients>,
+    report: &mut Report,
+) {
+    let by_client = rules.entries.iter().map(|entry| &entry.value).find(|checked| checked.rule.counts_clients());
+    if let (None, Some(CheckedRule { key_span: Some(span), .. })) = (clients, by_client) {
+        let fix = "write `[clients]`, then `file = \"clients.toml\"` and `api_key = \"header:x-api-key\"`";
+        report.missing(span.clone(), "`client` needs clients, and there is no `[clients]`", fix);
+    }
+}
+
 /// Reports settings that have no effect because no part of a key names a client.
 pub fn report_unused_on_unknown_key(
     rules: &Definitions<RuleId, CheckedRule>,
@@ -150,7 +163,8 @@ pub fn report_unused_on_unknown_key(
     report: &mut Report,
 ) {
     for CheckedRule { rule, on_unknown_key_span, .. } in rules.entries.iter().map(|entry| &entry.value) {
-        let has_effect = rule.key.is_empty() || clients.is_some_and(|clients| clients.read_part_of(&rule.key));
+        let reads_key = clients.is_some_and(|clients| clients.read_part_of(&rule.key));
+        let has_effect = rule.key.is_empty() || rule.counts_clients() || reads_key;
         let Some(span) = on_unknown_key_span else { continue };
         if has_effect || rule.on_unknown_key == OnUnknownKey::Count {
             continue;

@@ -5,7 +5,7 @@
 
 use super::descriptor::Descriptor;
 use super::diagnostics::{Parsed, Report, quoted, quoted_list};
-use super::key_kind::{Argument, CLIENT_CERT, IP, KINDS, KeyKind, NamedPart, PARAM, Presence, forms};
+use super::key_kind::{Argument, CLIENT, CLIENT_CERT, IP, KINDS, KeyKind, NamedPart, PARAM, Presence, forms};
 use super::listen::ClientCerts;
 use super::settings::{Choice, Custom, Integer, Shape};
 use super::toml_reader::{Item, SpannedStr, Table, nearest};
@@ -42,7 +42,8 @@ settings! {
             |item, report| read_on_missing(item, report).map(Some),
         );
         /// What to do with a key that names no [client](#unknown-keys): its API key or subject is not in the clients file.
-        /// `"count"`: it is counted like any other. `"missing"`: as `on_missing_key` says. `"refuse"`: 401.
+        /// `"count"`: it is counted like any other. `"missing"`: as `on_missing_key` says. `"refuse"`: 401. With the part
+        /// `"client"`, the default is `"refuse"`, and `"count"` is an error.
         on_unknown_key: OnUnknownKey = Choice(OnUnknownKey::Count, &ON_UNKNOWN_KEY);
         /// IPv4 addresses with this many equal leading bits are one client, as with the part `"ip-prefix:BITS"`.
         ipv4_prefix: u8 = Integer(32, 1..=32);
@@ -52,14 +53,15 @@ settings! {
 }
 
 impl KeySettings {
-    /// Checks the settings together. Returns the key, which is empty if it is invalid, and what happens without it.
+    /// Checks the settings together. Returns the key, which is empty if it is invalid, and what happens without it and to one
+    /// that names no client.
     pub fn finish(
         mut self,
         descriptor: Option<&Descriptor>,
         table: &mut Table,
         certs: ClientCerts,
         report: &mut Report,
-    ) -> (Vec<KeyPart>, OnMissing) {
+    ) -> (Vec<KeyPart>, OnMissing, OnUnknownKey) {
         match descriptor {
             Some(descriptor) if table.lacks("key") => self.key = descriptor.key(),
             Some(_) => {}
@@ -74,14 +76,30 @@ impl KeySettings {
             self::set_prefixes(parts, self.ipv4_prefix, self.ipv6_prefix);
         }
         self::set_prefixes(&mut self.key, self.ipv4_prefix, self.ipv6_prefix);
+        self.resolve_on_unknown(table, report);
         self.check_fallback(table, certs, report);
         if !self.key.is_empty() {
             self.check_effect(table, certs, report);
         }
-        match self.on_missing_key {
-            Some(on_missing) => (self.key, on_missing),
-            None if table.lacks("on_missing_key") => (self.key, OnMissing::Never),
-            None => (self.key, OnMissing::Skip),
+        let on_missing = match self.on_missing_key {
+            Some(on_missing) => on_missing,
+            None if table.lacks("on_missing_key") => OnMissing::Never,
+            None => OnMissing::Skip,
+        };
+        (self.key, on_missing, self.on_unknown_key)
+    }
+
+    /// A request of no client has no counter under a rule by client.
+    fn resolve_on_unknown(&mut self, table: &Table, report: &mut Report) {
+        if self.on_unknown_key != OnUnknownKey::Count || !self.key.iter().any(|part| CLIENT.has(part)) {
+            return;
+        }
+        self.on_unknown_key = OnUnknownKey::Refuse;
+        if let Some(item) = table.given("on_unknown_key").filter(|item| item.value.as_str() == Some("count")) {
+            let message =
+                "`on_unknown_key` cannot be `count`: a rule by `client` has no counter for a key of no client";
+            let fix = "write `\"refuse\"` or `\"missing\"`, or remove it: `\"refuse\"` is the default here";
+            report.problem(item.span, message, fix);
         }
     }
 
@@ -270,9 +288,7 @@ pub fn parse_part(text: &str) -> Parsed<KeyPart> {
         return Err((no_part(), format!("add the number of bits, such as `\"{example}\"`")));
     }
     let fix = match nearest(text, forms().filter(|form| !form.contains(':'))) {
-        None if ["remote_addr", "client_ip", "address", "client"].contains(&text) => {
-            "did you mean `\"ip\"`?".to_owned()
-        }
+        _ if ["remote_addr", "client_ip", "address"].contains(&text) => "did you mean `\"ip\"`?".to_owned(),
         None if text.contains('-') && parse_field_name(text).is_some() => format!("did you mean `\"header:{text}\"`?"),
         Some(guess) => format!("did you mean `\"{guess}\"`?"),
         None => format!("write {}", quoted_list(forms(), "or")),

@@ -29,6 +29,7 @@ pub mod number {
     pub const CLIENT_CERT: u8 = 13;
     pub const BASIC_USER: u8 = 14;
     pub const ENTRY: u8 = 15;
+    pub const CLIENT: u8 = 16;
 }
 
 /// Header fields whose values are secret.
@@ -141,12 +142,15 @@ pub enum Logged {
     /// The field `Cookie`.
     Cookie,
     Query,
+    /// What identifies clients, or the name of the client.
+    Client,
     Never,
 }
 
 /// All kinds, in the order of the reference.
-pub static KINDS: [&KeyKind; 14] = [
+pub static KINDS: [&KeyKind; 15] = [
     &IP,
+    &CLIENT,
     &HEADER,
     &COOKIE,
     &QUERY,
@@ -183,6 +187,21 @@ pub static IP: KeyKind = KeyKind {
     value: ValueForm::Address,
     example_value: "192.0.2.7",
     logged: Logged::Always,
+};
+
+/// The client of the request, by its name in the clients file.
+pub static CLIENT: KeyKind = KeyKind {
+    part: PartKind { name: "client", identity: "Client", number: number::CLIENT },
+    forms: &[("client", "the [client](#clients): all of its API keys, subjects and networks share one counter")],
+    argument: Argument::None,
+    presence: Presence::Optional,
+    is_secret: |_| false,
+    variety: Variety::Many,
+    identifies: Identifies::Nothing,
+    not_hashed: Some("`client` cannot be hashed: clients are looked up only for rules that count by them"),
+    value: ValueForm::Text(reject_empty),
+    example_value: "acme",
+    logged: Logged::Client,
 };
 
 /// A request field, by its lower-case name.
@@ -557,6 +576,7 @@ mod tests {
             ("route", "Route", 8),
             ("global", "Global", 9),
             ("entry", "Entry", 15),
+            ("client", "Client", 16),
         ];
         for part in expected {
             assert!(found.contains(&part), "{part:?}");

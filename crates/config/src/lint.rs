@@ -80,6 +80,7 @@ impl fmt::Display for LintMessage {
 pub fn messages(config: &Config) -> Vec<LintMessage> {
     let mut messages = rule_messages(config);
     messages.extend(invented_keys(config));
+    messages.extend(keys_counted_apart(config));
     let routes = config.routes.iter().filter_map(|route| path_without_subpaths(config, route));
     let warnings = routes
         .chain(exposed_admin_address(config))
@@ -185,6 +186,20 @@ fn invented_keys(config: &Config) -> Vec<LintMessage> {
         messages.push(LintMessage::warning_on(&rule.name, &text));
     }
     messages
+}
+
+/// Notes rules that count by an API key of clients, so that a client with several keys has its limits several times.
+fn keys_counted_apart(config: &Config) -> Vec<LintMessage> {
+    let is_api_key = |part: &&KeyPart| config.clients.iter().any(|clients| clients.api_key.as_ref() == Some(part));
+    let note = |rule: &GatewayRule| {
+        let part = rule.key.iter().find(is_api_key).filter(|_| !rule.counts_clients())?;
+        let text = format!(
+            "counts each API key in `{part}` for itself, and `[clients]` reads it: a client with several keys has its limits \
+             several times. With `key = \"client\"`, all keys of a client share one counter"
+        );
+        Some(LintMessage::note_on(&rule.name, &text))
+    };
+    config.rules.iter().filter_map(note).collect()
 }
 
 /// Warns of a route that matches one path only, if no route matches the paths below it. A route with `methods` is taken to

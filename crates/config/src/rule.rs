@@ -13,6 +13,7 @@ use super::descriptor::{Descriptor, check_descriptor};
 use super::diagnostics::{Report, Span, quoted};
 use super::key::{KeySettings, OnUnknownKey};
 use super::key_format::{KEY_FORMAT, check_key_format};
+use super::key_kind::CLIENT;
 use super::listen::ClientCerts;
 use super::overrides::ExceptionSettings;
 use super::redis::{DefaultSharing, OUTAGES, RULE_MODES, TABLE_FIX};
@@ -165,6 +166,13 @@ pub struct GatewayRule {
     pub descriptor: Option<Descriptor>,
 }
 
+impl GatewayRule {
+    /// Whether the key has the client as a part.
+    pub fn counts_clients(&self) -> bool {
+        self.key.iter().any(|part| CLIENT.has(part))
+    }
+}
+
 impl Deref for GatewayRule {
     type Target = Rule;
 
@@ -176,6 +184,7 @@ impl Deref for GatewayRule {
 /// A rule that was checked by itself, and the positions of settings that other sections may make useless; `None`: not given.
 pub struct CheckedRule {
     pub rule: GatewayRule,
+    pub key_span: Option<Span>,
     pub on_unknown_key_span: Option<Span>,
     pub key_format_span: Option<Span>,
     pub descriptor_span: Option<Span>,
@@ -205,7 +214,13 @@ pub fn read_rules(
             on_unknown_key: OnUnknownKey::Count,
             descriptor: None,
         };
-        let mut checked = CheckedRule { rule, on_unknown_key_span: None, key_format_span: None, descriptor_span: None };
+        let mut checked = CheckedRule {
+            rule,
+            key_span: None,
+            on_unknown_key_span: None,
+            key_format_span: None,
+            descriptor_span: None,
+        };
         if let Some(table) = table {
             read_rule(&mut checked, table, certs, default_sharing, report);
         }
@@ -239,9 +254,11 @@ fn read_rule(
     checked.on_unknown_key_span = table.given("on_unknown_key").map(|item| item.key_span);
     checked.key_format_span = table.given("key_format").map(|item| item.span);
     checked.descriptor_span = table.given("descriptor").map(|item| item.key_span);
-    checked.rule.on_unknown_key = key.on_unknown_key;
+    let (key, on_missing, on_unknown_key) = key.finish(settings.descriptor.as_ref(), &mut table, certs, report);
+    checked.rule.on_unknown_key = on_unknown_key;
+    checked.key_span = table.given("key").map(|item| item.span);
     let rule = &mut checked.rule.rule;
-    (rule.key, rule.on_missing) = key.finish(settings.descriptor.as_ref(), &mut table, certs, report);
+    (rule.key, rule.on_missing) = (key, on_missing);
     rule.layers.clone_from(&settings.windows);
     rule.concurrent = settings.concurrent;
     exceptions.finish(rule, report);

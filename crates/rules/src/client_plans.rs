@@ -12,6 +12,8 @@ use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::{ClientId, PlanId};
 use transom_config::clients::{Client, Clients};
 use transom_config::key::OnUnknownKey;
+use transom_config::key_kind::{CLIENT, number as kind};
+use transom_http::request_values::bearer_token;
 use transom_limiter::handles::{Handle as _, IdVec};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::KeyPart;
@@ -27,11 +29,15 @@ pub struct ClientPlans {
     pub plans: IdVec<PlanId, String>,
     /// In the order of the file.
     pub clients: IdVec<ClientId, KnownClient>,
+    /// Sorted by name.
+    by_name: Box<[ClientId]>,
     api_key: Option<ClientSource>,
     by_api_key: HashMap<Digest, ClientId>,
     subject: Option<ClientSource>,
     by_subject: HashMap<Box<[u8]>, ClientId>,
     by_network: Networks<ClientId>,
+    /// Whether some rule counts by client.
+    counts_clients: bool,
 }
 
 /// A client of the clients file.
@@ -58,6 +64,8 @@ impl ClientPlans {
         let plan = |plan: &String| PlanId::at(plans.as_slice().binary_search(plan).unwrap_or_default());
         let known = |client: &Client| KnownClient { name: client.name.clone(), plan: plan(&client.plan) };
         let clients: IdVec<ClientId, KnownClient> = configured.list.iter().map(known).collect();
+        let mut by_name: Box<[ClientId]> = clients.ids().collect();
+        by_name.sort_unstable_by_key(|client| &clients[*client].name);
         let all = || configured.list.iter().zip(clients.ids());
         // Path parameters belong to one route and cannot name a client.
         let source = |part: &Option<KeyPart>| {
@@ -74,9 +82,22 @@ impl ClientPlans {
             by_network: Networks::new(
                 all().flat_map(|(client, id)| client.networks.iter().map(move |network| (*network, id))),
             ),
+            by_name,
             plans,
             clients,
+            counts_clients: false,
         }
+    }
+
+    /// Reports requests by the clients by whom rules count.
+    pub fn with_reports(self, counts_clients: bool) -> ClientPlans {
+        ClientPlans { counts_clients, ..self }
+    }
+
+    /// The client of this name.
+    pub fn named(&self, name: &str) -> Option<ClientId> {
+        let found = self.by_name.binary_search_by(|client| self.clients[*client].name.as_str().cmp(name));
+        found.ok().map(|position| self.by_name[position])
     }
 
     fn by_api_key(&self, key: &[u8]) -> Option<ClientId> {
@@ -96,7 +117,8 @@ impl ClientPlans {
             |source: &Option<ClientSource>, part: &KeyPart| source.as_ref().is_some_and(|source| source.part == *part);
         let client_part = |(position, part)| {
             let (is_api_key, is_subject) = (is_read(&self.api_key, part), is_read(&self.subject, part));
-            (is_api_key || is_subject).then_some(ClientPart { position, is_api_key, is_subject })
+            let part = ClientPart { position, is_name: CLIENT.has(part), is_api_key, is_subject };
+            (part.is_name || is_api_key || is_subject).then_some(part)
         };
         key.iter().enumerate().filter_map(client_part).collect()
     }
@@ -104,6 +126,7 @@ impl ClientPlans {
     /// The client that the value of a part of a rule's key names.
     pub fn named_by(&self, part: &ClientPart, value: &[u8]) -> CallerIdentity {
         CallerIdentity {
+            by_name: part.is_name.then(|| self.named(std::str::from_utf8(value).ok()?)).flatten(),
             by_api_key: part.is_api_key.then(|| self.by_api_key(value)).flatten(),
             by_subject: part.is_subject.then(|| self.by_subject(value)).flatten(),
             address: None,
@@ -111,7 +134,10 @@ impl ClientPlans {
     }
 
     /// The name of the client that the value of one part of a key names.
-    pub fn client_of_part(&self, part: &KeyPart, value: &[u8]) -> Option<&str> {
+    pub fn client_of_part<'v>(&'v self, part: &KeyPart, value: &'v [u8]) -> Option<&'v str> {
+        if CLIENT.has(part) {
+            return std::str::from_utf8(value).ok();
+        }
         let part = *self.client_parts(std::slice::from_ref(part)).first()?;
         let named = self.named_by(&part, value);
         named.by_api_key.or(named.by_subject).map(|client| self.clients[client].name.as_str())
@@ -120,7 +146,7 @@ impl ClientPlans {
     /// The plan of a caller, as of a request with the same values.
     pub fn plan_of(&self, caller: &CallerIdentity) -> Option<PlanId> {
         let by_network = || self.by_network.most_specific(caller.address?);
-        let client = caller.by_api_key.or(caller.by_subject).or_else(by_network)?;
+        let client = caller.by_name.or(caller.by_api_key).or(caller.by_subject).or_else(by_network)?;
         Some(self.clients[client].plan)
     }
 }
@@ -128,6 +154,7 @@ impl ClientPlans {
 /// Who calls the decision API, as far as the values of keys tell.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct CallerIdentity {
+    pub by_name: Option<ClientId>,
     pub by_api_key: Option<ClientId>,
     pub by_subject: Option<ClientId>,
     pub address: Option<IpAddr>,
@@ -137,6 +164,7 @@ impl CallerIdentity {
     /// Takes what is unknown from `other`.
     pub fn or(self, other: CallerIdentity) -> CallerIdentity {
         CallerIdentity {
+            by_name: self.by_name.or(other.by_name),
             by_api_key: self.by_api_key.or(other.by_api_key),
             by_subject: self.by_subject.or(other.by_subject),
             address: self.address.or(other.address),
@@ -145,85 +173,194 @@ impl CallerIdentity {
 
     /// Whether a value names a client. An address does not.
     pub fn is_named(&self) -> bool {
-        self.by_api_key.is_some() || self.by_subject.is_some()
+        self.by_name.is_some() || self.by_api_key.is_some() || self.by_subject.is_some()
     }
 }
 
-/// Looks up the value that a request has at a source. A request without a value has no client by this source. An error
-/// comes with the name of the part that caused it.
-fn lookup<'s>(
-    source: Option<&'s ClientSource>,
-    request: &RequestAttributes<'_>,
-    find: impl Fn(&[u8]) -> Option<ClientId>,
-) -> Result<Option<ClientId>, (&'s str, KeyError)> {
-    let Some(source) = source else { return Ok(None) };
-    let mut client = None;
-    match source.source.feed_key(request, &mut |_kind, value| client = find(value)) {
-        Ok(()) | Err(KeyError::Missing) => Ok(client),
-        Err(error) => Err((&source.name, error)),
+/// What a part of a request tells about its client.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Named {
+    /// The request does not have the part.
+    Absent,
+    /// It belongs to no client.
+    Unknown,
+    Client(ClientId),
+}
+
+impl Named {
+    fn client(self) -> Option<ClientId> {
+        match self {
+            Named::Client(client) => Some(client),
+            Named::Absent | Named::Unknown => None,
+        }
     }
 }
+
+/// Whose request it is, where requests of no client are told apart: a key that was revoked belongs to no client, even if a
+/// client has the address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Identity {
+    Client(ClientId),
+    /// What the request has belongs to no client.
+    Unknown,
+    /// The request has nothing that could name a client.
+    Missing,
+}
+
+/// An error of the lookup, with the name of the part that caused it.
+pub type LookupError<'a> = (&'a str, KeyError);
 
 /// The client of one request. It is looked up when first asked for, and once for all rules. Errors are not remembered.
 pub struct ClientLookup<'a> {
+    /// `None` without a clients file.
     pub plans: Option<&'a ClientPlans>,
-    by_api_key: OnceCell<Option<ClientId>>,
-    by_subject: OnceCell<Option<ClientId>>,
-    client: OnceCell<Option<ClientId>>,
+    by_api_key: OnceCell<Named>,
+    by_subject: OnceCell<Named>,
+    by_network: OnceCell<Option<ClientId>>,
 }
 
 impl<'a> ClientLookup<'a> {
-    /// `None` without a clients file.
     pub fn new(plans: Option<&'a ClientPlans>) -> ClientLookup<'a> {
-        ClientLookup { plans, by_api_key: OnceCell::new(), by_subject: OnceCell::new(), client: OnceCell::new() }
+        let (by_api_key, by_subject, by_network) = Default::default();
+        ClientLookup { plans, by_api_key, by_subject, by_network }
     }
 
-    /// A request whose client is known already.
-    pub fn known(plans: Option<&'a ClientPlans>, client: ClientId) -> ClientLookup<'a> {
-        let cell = || OnceCell::from(Some(client));
-        ClientLookup { plans, by_api_key: cell(), by_subject: OnceCell::new(), client: cell() }
+    /// A request of which is known whose it is; `None`: of no client.
+    pub fn known(plans: Option<&'a ClientPlans>, client: Option<ClientId>) -> ClientLookup<'a> {
+        let named = client.map_or(Named::Unknown, Named::Client);
+        ClientLookup {
+            by_api_key: OnceCell::from(named),
+            by_subject: OnceCell::from(named),
+            by_network: OnceCell::from(client),
+            plans,
+        }
     }
 
-    /// The client of the request; `None` for an unknown one. An error comes with the name of the part that caused it.
-    pub fn client_of(&self, request: &RequestAttributes<'_>) -> Result<Option<ClientId>, (&'a str, KeyError)> {
+    /// The client by API key, else by subject, else by network: the first that is found.
+    pub fn client_of(&self, request: &RequestAttributes<'_>) -> Result<Option<ClientId>, LookupError<'a>> {
         let Some(plans) = self.plans else { return Ok(None) };
-        remember(&self.client, || {
-            let named = match self.by_api_key(plans, request)? {
-                None => self.by_subject(plans, request)?,
-                client => client,
-            };
-            Ok(named.or_else(|| plans.by_network.most_specific(request.address)))
+        let named = match self.by_api_key(plans, request)?.client() {
+            None => self.by_subject(plans, request)?.client(),
+            client => client,
+        };
+        Ok(named.or_else(|| self.by_network(plans, request)))
+    }
+
+    /// The plan of [`ClientLookup::client_of`].
+    pub fn plan_of(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, LookupError<'a>> {
+        let client = self.client_of(request)?;
+        Ok(client.zip(self.plans).map(|(client, plans)| plans.clients[client].plan))
+    }
+
+    /// The client by whom rules count. Only a request without API key and subject belongs to the client of its network.
+    pub fn identity(&self, request: &RequestAttributes<'_>) -> Result<Identity, LookupError<'a>> {
+        let Some(plans) = self.plans else { return Ok(Identity::Missing) };
+        let named = match self.by_api_key(plans, request)? {
+            Named::Absent => self.by_subject(plans, request)?,
+            named => named,
+        };
+        Ok(match named {
+            Named::Client(client) => Identity::Client(client),
+            Named::Unknown => Identity::Unknown,
+            Named::Absent => self.by_network(plans, request).map_or(Identity::Missing, Identity::Client),
         })
     }
 
-    /// The plan of the client of the request.
-    pub fn plan_of(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, (&'a str, KeyError)> {
-        let client = self.client_of(request)?;
-        Ok(client.zip(self.plans).map(|(client, plans)| plans.clients[client].plan))
+    /// The plan of [`ClientLookup::identity`].
+    pub fn plan_of_identity(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, LookupError<'a>> {
+        Ok(match (self.identity(request)?, self.plans) {
+            (Identity::Client(client), Some(plans)) => Some(plans.clients[client].plan),
+            _ => None,
+        })
+    }
+
+    /// The client for reports: by whom rules count, if some rule does so.
+    pub fn reported_client(&self, request: &RequestAttributes<'_>) -> Option<ClientId> {
+        match self.plans?.counts_clients {
+            true => match self.identity(request) {
+                Ok(Identity::Client(client)) => Some(client),
+                Ok(Identity::Unknown | Identity::Missing) | Err(_) => None,
+            },
+            false => self.client_of(request).ok().flatten(),
+        }
+    }
+
+    /// Calls `take` with the name of the client by whom rules count.
+    #[inline(never)]
+    pub fn feed_client(
+        &self,
+        request: &RequestAttributes<'_>,
+        take: &mut impl FnMut(u8, &[u8]),
+    ) -> Result<(), KeyError> {
+        match self.identity(request).map_err(|(_, error)| error)? {
+            Identity::Client(client) => {
+                let name = self.plans.map(|plans| plans.clients[client].name.as_bytes());
+                take(kind::CLIENT, name.unwrap_or_default());
+                Ok(())
+            }
+            Identity::Unknown => Err(KeyError::Unknown),
+            Identity::Missing => Err(KeyError::Missing),
+        }
+    }
+
+    /// The part that a failure of [`ClientLookup::feed_client`] is about.
+    #[cold]
+    pub fn failed_part(&self, request: &RequestAttributes<'_>) -> Option<&'a str> {
+        let plans = self.plans?;
+        match self.identity(request) {
+            Err((part, _)) => Some(part),
+            Ok(Identity::Unknown) => {
+                let of_api_key = self.by_api_key(plans, request).is_ok_and(|named| named == Named::Unknown);
+                let source = if of_api_key { &plans.api_key } else { &plans.subject };
+                source.as_ref().map(|source| source.name.as_str())
+            }
+            Ok(Identity::Client(_) | Identity::Missing) => None,
+        }
     }
 
     /// Whether the value that the request has for a part of a rule's key names a client.
     fn names_client(&self, part: &ClientPart, request: &RequestAttributes<'_>) -> Result<bool, KeyError> {
         let Some(plans) = self.plans else { return Ok(false) };
-        let drop_name = |(_, error): (&str, KeyError)| error;
-        Ok((part.is_api_key && self.by_api_key(plans, request).map_err(drop_name)?.is_some())
-            || (part.is_subject && self.by_subject(plans, request).map_err(drop_name)?.is_some()))
+        let drop_name = |(_, error): LookupError<'_>| error;
+        // A request has the name of its client, or lacks the part.
+        Ok(part.is_name
+            || (part.is_api_key && self.by_api_key(plans, request).map_err(drop_name)?.client().is_some())
+            || (part.is_subject && self.by_subject(plans, request).map_err(drop_name)?.client().is_some()))
     }
 
-    fn by_api_key(
-        &self,
-        plans: &'a ClientPlans,
-        request: &RequestAttributes<'_>,
-    ) -> Result<Option<ClientId>, (&'a str, KeyError)> {
-        remember(&self.by_api_key, || lookup(plans.api_key.as_ref(), request, |key| plans.by_api_key(key)))
+    fn by_api_key(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Result<Named, LookupError<'a>> {
+        remember(&self.by_api_key, || look_up(plans.api_key.as_ref(), request, |key| plans.by_api_key(key)))
     }
 
-    fn by_subject(
-        &self,
-        plans: &'a ClientPlans,
-        request: &RequestAttributes<'_>,
-    ) -> Result<Option<ClientId>, (&'a str, KeyError)> {
-        remember(&self.by_subject, || lookup(plans.subject.as_ref(), request, |subject| plans.by_subject(subject)))
+    fn by_subject(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Result<Named, LookupError<'a>> {
+        remember(&self.by_subject, || look_up(plans.subject.as_ref(), request, |subject| plans.by_subject(subject)))
+    }
+
+    fn by_network(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Option<ClientId> {
+        *self.by_network.get_or_init(|| plans.by_network.most_specific(request.address))
+    }
+}
+
+/// Looks up the value that a request has at a source. An error comes with the name of the part that caused it.
+fn look_up<'s>(
+    source: Option<&'s ClientSource>,
+    request: &RequestAttributes<'_>,
+    find: impl Fn(&[u8]) -> Option<ClientId>,
+) -> Result<Named, LookupError<'s>> {
+    let Some(source) = source else { return Ok(Named::Absent) };
+    let mut client = None;
+    match source.source.feed_key(request, &mut |_kind, value| client = find(value)) {
+        Ok(()) => Ok(client.map_or(Named::Unknown, Named::Client)),
+        Err(KeyError::Missing) if source.has_token_without_claim(request) => Ok(Named::Unknown),
+        Err(KeyError::Missing) => Ok(Named::Absent),
+        Err(error) => Err((&source.name, error)),
+    }
+}
+
+impl ClientSource {
+    /// Whether the request has a token, which lacks the claim. Such a token belongs to no client.
+    fn has_token_without_claim(&self, request: &RequestAttributes<'_>) -> bool {
+        matches!(self.source, KeySource::Jwt(_)) && matches!(bearer_token(request.headers), Ok(Some(_)))
     }
 }
 
@@ -242,11 +379,13 @@ pub struct ClientCheck {
     pub is_missing: bool,
 }
 
-/// A part of a rule's key that `[clients]` reads as well.
+/// A part of a rule's key that is the client, or that `[clients]` reads as well.
 #[derive(Clone, Copy, Debug)]
 pub struct ClientPart {
     /// The position in the key.
     pub position: usize,
+    /// The part is the name of the client.
+    is_name: bool,
     is_api_key: bool,
     is_subject: bool,
 }

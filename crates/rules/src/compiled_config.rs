@@ -106,7 +106,9 @@ impl CompiledConfig {
         published_keys: Option<Arc<PublishedKeys>>,
     ) -> CompiledConfig {
         let rule_set = Arc::new(rule_set);
-        let clients = config.clients.as_ref().map(ClientPlans::new).map(Arc::new);
+        let counts_clients = config.rules.iter().any(GatewayRule::counts_clients);
+        let clients = config.clients.as_ref().map(|clients| ClientPlans::new(clients).with_reports(counts_clients));
+        let clients = clients.map(Arc::new);
         let overrides_of =
             |rule: &CompiledRule| RuleKey::compile_overrides(rule, clients.as_deref(), seed).map(Arc::new);
         let overrides: IdVec<RuleId, _> = rule_set.rules.map(overrides_of);

@@ -114,7 +114,8 @@ impl KeySource {
             kind::PATH => KeySource::Path,
             kind::ROUTE => KeySource::Route,
             kind::GLOBAL => KeySource::Global,
-            // An entry of a descriptor. The configuration check rejects such rules on routes.
+            // A client, which `client_plans` finds, or an entry of a descriptor: the configuration check rejects rules by
+            // entries on routes.
             _ => KeySource::Unavailable,
         }
     }
@@ -249,7 +250,7 @@ pub mod tests {
     use crate::rate_limit_key::tests::{SEED, with_request};
     use crate::store_key_text::tests::{headers, token, tokens};
     use transom_config::key::parse_part;
-    use transom_config::key_kind::{Argument, ENTRY, JWT, KINDS, KeyKind, ValueForm};
+    use transom_config::key_kind::{Argument, CLIENT, ENTRY, JWT, KINDS, KeyKind, ValueForm};
 
     /// The connection of the requests in tests. It has everything.
     pub const CONNECTION: ConnectionValues<'_> = ConnectionValues { client_cert: Some("f00d") };
@@ -277,7 +278,8 @@ pub mod tests {
 
     #[test]
     fn every_kind_is_read_from_its_name_from_a_request_and_from_the_decision_api() {
-        for kind in KINDS.into_iter().filter(|kind| !std::ptr::eq(*kind, &ENTRY)) {
+        let has_source = |kind: &&KeyKind| ![&ENTRY, &CLIENT].iter().any(|other| std::ptr::eq(*kind, *other));
+        for kind in KINDS.into_iter().filter(has_source) {
             let text = match &kind.argument {
                 Argument::None | Argument::Prefixes | Argument::Unwritten => kind.part.name,
                 Argument::Name(form) => form.example,

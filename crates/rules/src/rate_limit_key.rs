@@ -13,6 +13,7 @@ use super::client_plans::{ClientCheck, ClientLookup, ClientPlans};
 use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::overrides::{self, Overrides, RuleTreatment};
 use super::store_key_text::{DIGEST, KeyDigester, KeyTextFormat};
+use transom_config::key_kind::CLIENT;
 use transom_config::route::Route;
 use transom_http::error::RequestError;
 use transom_jwt::token::TokenError;
@@ -33,6 +34,8 @@ pub struct RuleKey {
     client_check: Option<ClientCheck>,
     cost: RequestCost,
     overrides: Option<Arc<Overrides>>,
+    /// Whether the client is a part of the key.
+    is_by_client: bool,
 }
 
 /// What to do with a request that lacks a part of the key.
@@ -54,9 +57,38 @@ enum RequestCost {
 #[derive(Debug)]
 struct KeyRecipe {
     hashers: KeyHashers,
-    parts: Vec<KeySource>,
+    parts: Vec<PartSource>,
     /// The text of the key in the shared store, and the names of its parts in errors.
     text_format: Box<KeyTextFormat>,
+}
+
+/// What a part of a key is found in.
+#[derive(Debug)]
+enum PartSource {
+    /// The client of the request.
+    Client,
+    /// The request itself.
+    Request(KeySource),
+}
+
+impl PartSource {
+    fn new(part: &KeyPart, params: &[&str]) -> PartSource {
+        if CLIENT.has(part) { PartSource::Client } else { PartSource::Request(KeySource::new(part, params)) }
+    }
+
+    /// As [`KeySource::feed_key`].
+    #[inline]
+    fn feed_key(
+        &self,
+        request: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+        take: &mut impl FnMut(u8, &[u8]),
+    ) -> Result<(), KeyError> {
+        match self {
+            PartSource::Client => clients.feed_client(request, take),
+            PartSource::Request(source) => source.feed_key(request, take),
+        }
+    }
 }
 
 /// Why the key, plan or cost of a request under a rule is unknown.
@@ -139,7 +171,7 @@ impl RuleKey {
             let params = route.path.param_names();
             KeyRecipe {
                 hashers: KeyHashers::new(rule, seed, is_fallback.then_some(parts)),
-                parts: parts.iter().map(|part| KeySource::new(part, &params)).collect(),
+                parts: parts.iter().map(|part| PartSource::new(part, &params)).collect(),
                 text_format: Box::new(KeyTextFormat::new(&rule.rule, parts, is_fallback)),
             }
         };
@@ -154,6 +186,7 @@ impl RuleKey {
             client_check: None,
             cost: RequestCost::new(&rule.rule.cost, route),
             overrides: None,
+            is_by_client: rule.rule.key.iter().any(|part| CLIENT.has(part)),
         }
     }
 
@@ -215,13 +248,18 @@ impl RuleKey {
         request: &RequestAttributes<'_>,
         clients: &ClientLookup<'_>,
     ) -> Result<RuleTreatment, RequestError> {
-        if let Some(treatment) = self.key_treatment(overrides, key, request) {
+        if let Some(treatment) = self.key_treatment(overrides, key, request, clients) {
             return Ok(treatment);
         }
         if !overrides.has_plans() {
             return Ok(RuleTreatment::Variant(overrides.variant_of(None)));
         }
-        let plan = clients.plan_of(request).map_err(|(part, error)| self.request_error(part, &error))?;
+        let plan = match self.is_by_client {
+            false => clients.plan_of(request),
+            // A rule by client knows no other client than the one that it counts.
+            true => clients.plan_of_identity(request),
+        };
+        let plan = plan.map_err(|(part, error)| self.request_error(part, &error))?;
         Ok(RuleTreatment::Variant(overrides.variant_of(plan)))
     }
 
@@ -231,12 +269,13 @@ impl RuleKey {
         overrides: &Overrides,
         key: KeyHash,
         request: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
     ) -> Option<RuleTreatment> {
         if !overrides.has_keys() {
             return None;
         }
         let hasher = overrides.digest_hasher.as_ref();
-        let key = hasher.map_or(Some(key), |hasher| self.key.digest_hash(hasher, request));
+        let key = hasher.map_or(Some(key), |hasher| self.key.digest_hash(hasher, request, clients));
         key.and_then(|key| overrides.treatment_of(key))
     }
 
@@ -246,19 +285,33 @@ impl RuleKey {
         request: &RequestAttributes<'_>,
         clients: &ClientLookup<'_>,
     ) -> Result<Option<(KeyHash, u64)>, RequestError> {
-        let failed = match self.key.hash(request) {
+        let failed = match self.key.hash(request, clients) {
             Ok(key) => match self.check_client(request, clients) {
                 Ok(()) => return Ok(Some(key)),
                 Err(failed) => failed,
             },
             Err(failed) => failed,
         };
-        match (&failed.error, &self.on_missing) {
-            (KeyError::Missing, MissingPart::Skip) => Ok(None),
-            (KeyError::Missing, MissingPart::Fallback(key)) => {
-                key.hash(request).map(Some).map_err(|failed| self.request_error(&key.part_name(&failed), &failed.error))
+        match (self.is_missing(&failed.error), &self.on_missing) {
+            (true, MissingPart::Skip) => Ok(None),
+            (true, MissingPart::Fallback(key)) => {
+                let found = key.hash(request, clients).map(Some);
+                found.map_err(|failed| self.request_error(&key.part_name(&failed), &failed.error))
             }
-            _ => Err(self.request_error(&self.key.part_name(&failed), &failed.error)),
+            (is_missing, _) => {
+                let error = if is_missing { KeyError::Missing } else { failed.error };
+                let failed = PartError { error, ..failed };
+                Err(self.request_error(&self.key.failed_part(&failed, request, clients), &failed.error))
+            }
+        }
+    }
+
+    /// Whether `on_missing_key` decides about a key with this error.
+    fn is_missing(&self, error: &KeyError) -> bool {
+        match error {
+            KeyError::Missing => true,
+            KeyError::Unknown => self.client_check.as_ref().is_some_and(|check| check.is_missing),
+            _ => false,
         }
     }
 
@@ -279,11 +332,11 @@ impl RuleKey {
         let unknown = unknown.map_err(|(position, error)| PartError { position, error })?;
         let Some(position) = unknown else { return Ok(()) };
         if let Some(overrides) = self.overrides.as_ref().filter(|overrides| overrides.has_keys())
-            && self.key_treatment(overrides, self.key.hash(request)?.0, request).is_some()
+            && self.key_treatment(overrides, self.key.hash(request, clients)?.0, request, clients).is_some()
         {
             return Ok(());
         }
-        Err(PartError { position, error: if check.is_missing { KeyError::Missing } else { KeyError::Unknown } })
+        Err(PartError { position, error: KeyError::Unknown })
     }
 
     /// Appends the text of the key that [`RuleKey::keyed_request`] finds, `RULE|PART|PART`, by which the shared store knows
@@ -296,14 +349,16 @@ impl RuleKey {
         out: &mut String,
     ) -> bool {
         let start = out.len();
-        let written = self.key.write_text(request, digester, out);
+        let written = self.key.write_text(request, clients, digester, out);
         let written = written.and_then(|()| self.check_client(request, clients).map_err(|failed| failed.error));
         if written.is_err() {
             out.truncate(start);
         }
         match (written, &self.on_missing) {
             (Ok(()), _) => true,
-            (Err(KeyError::Missing), MissingPart::Fallback(key)) => key.write_text(request, digester, out).is_ok(),
+            (Err(error), MissingPart::Fallback(key)) if self.is_missing(&error) => {
+                key.write_text(request, clients, digester, out).is_ok()
+            }
             (Err(_), _) => false,
         }
     }
@@ -315,12 +370,12 @@ impl RuleKey {
         clients: &ClientLookup<'_>,
         digester: &KeyDigester,
     ) -> KeyDescription {
-        let found = self.key.hash(request);
-        let is_unknown = found.is_ok();
+        let found = self.key.hash(request, clients);
         let failed = found.and_then(|_key| self.check_client(request, clients)).err();
-        let missing = failed
-            .filter(|failed| matches!(failed.error, KeyError::Missing))
-            .map(|failed| MissingKeyPart { name: self.key.part_name(&failed), is_unknown });
+        let missing = failed.filter(|failed| self.is_missing(&failed.error)).map(|failed| MissingKeyPart {
+            name: self.key.failed_part(&failed, request, clients),
+            is_unknown: matches!(failed.error, KeyError::Unknown),
+        });
         let fallback = match (&missing, &self.on_missing) {
             (Some(_), MissingPart::Fallback(key)) => Some(&**key),
             _ => None,
@@ -385,11 +440,22 @@ impl KeyRecipe {
         self.text_format.part_name(failed.position)
     }
 
+    /// As [`KeyRecipe::part_name`]; of the client, what has named it, or should have.
+    #[cold]
+    fn failed_part(&self, failed: &PartError, request: &RequestAttributes<'_>, clients: &ClientLookup<'_>) -> String {
+        match self.parts.get(failed.position) {
+            Some(PartSource::Client) => clients.failed_part(request).map(str::to_owned),
+            Some(PartSource::Request(_)) | None => None,
+        }
+        .unwrap_or_else(|| self.part_name(failed))
+    }
+
     /// Appends the text of the key, or nothing. A wrong part takes precedence over a missing one, as in
     /// [`KeyRecipe::hash_from`].
     fn write_text(
         &self,
         request: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
         digester: &KeyDigester,
         out: &mut String,
     ) -> Result<(), KeyError> {
@@ -398,7 +464,7 @@ impl KeyRecipe {
         let mut result = Ok(());
         for (position, part) in self.parts.iter().enumerate() {
             let mut write = |kind, bytes: &[u8]| self.text_format.write_part(position, kind, bytes, digester, out);
-            match part.feed_key(request, &mut write) {
+            match part.feed_key(request, clients, &mut write) {
                 Ok(()) => {}
                 Err(KeyError::Missing) => result = result.and(Err(KeyError::Missing)),
                 Err(error) => {
@@ -422,32 +488,37 @@ impl KeyRecipe {
         digester: &KeyDigester,
     ) -> (Vec<(String, Option<String>)>, Option<String>) {
         let mut client = None;
-        let describe = |(position, part): (usize, &KeySource)| {
+        let describe = |(position, part): (usize, &PartSource)| {
             let mut value = None;
             let mut take = |kind, bytes: &[u8]| {
                 client = client.take().or_else(|| self.text_format.client_of_part(position, bytes, clients.plans));
                 value = Some(self.text_format.readable_part(position, kind, bytes, digester));
             };
-            let is_usable = part.feed_key(request, &mut take).is_ok();
+            let is_usable = part.feed_key(request, clients, &mut take).is_ok();
             (self.text_format.part_name(position), value.filter(|_| is_usable))
         };
         (self.parts.iter().enumerate().map(describe).collect(), client)
     }
 
     /// The hash of the key, and the offset of its windows if they start at random.
-    fn hash(&self, request: &RequestAttributes<'_>) -> Result<(KeyHash, u64), PartError> {
+    fn hash(&self, request: &RequestAttributes<'_>, clients: &ClientLookup<'_>) -> Result<(KeyHash, u64), PartError> {
         let offset = match &self.hashers.window_offset {
-            Some(hasher) => self.hash_from(hasher, request)?.bucket_hash,
+            Some(hasher) => self.hash_from(hasher, request, clients)?.bucket_hash,
             None => 0,
         };
-        Ok((self.hash_from(&self.hashers.counter, request)?, offset))
+        Ok((self.hash_from(&self.hashers.counter, request, clients)?, offset))
     }
 
-    fn hash_from(&self, hasher: &KeyHasher, request: &RequestAttributes<'_>) -> Result<KeyHash, PartError> {
+    fn hash_from(
+        &self,
+        hasher: &KeyHasher,
+        request: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+    ) -> Result<KeyHash, PartError> {
         let mut hasher = hasher.clone();
         let mut missing = None;
         for (position, part) in self.parts.iter().enumerate() {
-            match part.feed_key(request, &mut |kind, bytes| hasher.add_part(kind, bytes)) {
+            match part.feed_key(request, clients, &mut |kind, bytes| hasher.add_part(kind, bytes)) {
                 Ok(()) => {}
                 // A missing part does not hide a wrong one: an invalid token is refused whatever else the key consists
                 // of.
@@ -462,10 +533,20 @@ impl KeyRecipe {
     }
 
     /// The hash of the digests of the parts, by which overrides of secret keys are found; `None` if a part is missing.
-    fn digest_hash(&self, hasher: &KeyHasher, request: &RequestAttributes<'_>) -> Option<KeyHash> {
+    fn digest_hash(
+        &self,
+        hasher: &KeyHasher,
+        request: &RequestAttributes<'_>,
+        clients: &ClientLookup<'_>,
+    ) -> Option<KeyHash> {
         let mut hasher = hasher.clone();
         for part in &self.parts {
-            part.feed(request, &mut |kind, bytes| overrides::feed_part(&mut hasher, kind, bytes, true)).ok()?;
+            let mut add = |kind, bytes: &[u8]| overrides::feed_part(&mut hasher, kind, bytes, true);
+            match part {
+                PartSource::Client => clients.feed_client(request, &mut add),
+                PartSource::Request(source) => source.feed(request, &mut add),
+            }
+            .ok()?;
         }
         Some(hasher.finish())
     }

@@ -114,11 +114,9 @@ impl CompiledConfig {
 }
 
 impl<'a> ResolvedRequest<'a> {
-    /// For a request whose client is known from elsewhere.
+    /// For a request of which is known from elsewhere whose it is; `None`: of no client.
     pub fn with_client(self, client: Option<ClientId>) -> ResolvedRequest<'a> {
-        let plans = self.compiled.clients.as_deref();
-        let clients = client.map_or_else(|| ClientLookup::new(plans), |client| ClientLookup::known(plans, client));
-        ResolvedRequest { clients, ..self }
+        ResolvedRequest { clients: ClientLookup::known(self.clients.plans, client), ..self }
     }
 
     /// The actions of the route.

@@ -211,6 +211,8 @@ pub struct LogLine {
     pub grpc_status: Option<u8>,
     /// What the rules decided, if the log is one of this gateway.
     pub decision: Option<LoggedDecision>,
+    /// Whether this gateway has responded that it knows no client with this request.
+    pub is_unauthorized: bool,
     /// Whether the time was given without a zone.
     pub lacks_zone: bool,
     /// Positions in the list of fields.
@@ -392,6 +394,7 @@ impl LogFormat {
             status: Some(status),
             grpc_status: None,
             decision: None,
+            is_unauthorized: false,
             lacks_zone: false,
             headers: (first_header, headers.len() as u32),
         })
@@ -665,6 +668,7 @@ impl JsonFields {
             status,
             grpc_status: self.grpc_status,
             decision,
+            is_unauthorized: self.has_error && self.has_route.is_some() && status == Some(401),
             lacks_zone: !time.has_zone,
             headers: (self.first_header as u32, headers.len() as u32),
         })

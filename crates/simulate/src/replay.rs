@@ -22,7 +22,8 @@ use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule, Sharing};
 use transom_limiter::rule_set::RuleSet;
 use transom_rules::compiled_config::{CompiledConfig, RouteRules};
-use transom_rules::key_source::{KeySource, RequestAttributes};
+use transom_rules::key_source::KeySource;
+use transom_rules::resolved_request::ResolvedRequest;
 use transom_rules::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule};
 use transom_rules::responses::CLIENT_CLOSED_REQUEST;
 
@@ -98,7 +99,8 @@ pub struct KeyInput {
     pub name: String,
     /// Requests that have the value.
     pub present: u64,
-    source: KeySource,
+    /// `None`: the client.
+    source: Option<KeySource>,
 }
 
 /// The rules of a configuration as one gateway counts them.
@@ -276,7 +278,7 @@ impl Replay {
             response_costs(rules, line, response_headers, &mut request.costs);
         }
         for (position, rule) in rules.charge_plan.rules().enumerate() {
-            inputs[*rule].count(&resolved.attributes, line, request.final_cost(position));
+            inputs[*rule].count(&resolved, line, request.final_cost(position));
         }
         if error.is_some() && request.keyed_requests.iter().all(Option::is_none) {
             counts.without_key += 1;
@@ -306,9 +308,10 @@ impl RuleInputs {
             let source = match KeyKind::of(part).logged {
                 Logged::Authorization => field(&header::AUTHORIZATION),
                 Logged::Field | Logged::Cookie | Logged::Query | Logged::Never => KeySource::new(part, &[]),
+                Logged::Client => return Some(KeyInput { name: part.to_string(), present: 0, source: None }),
                 Logged::Always => return None,
             };
-            Some(KeyInput { name: part.to_string(), present: 0, source })
+            Some(KeyInput { name: part.to_string(), present: 0, source: Some(source) })
         };
         let cost = match &rule.cost {
             Cost::Request { header, .. } => Some(HEADER.of_name(header)),
@@ -324,13 +327,18 @@ impl RuleInputs {
         }
     }
 
-    fn count(&mut self, attributes: &RequestAttributes<'_>, line: &LogLine, final_cost: Option<FinalCost>) {
+    fn count(&mut self, resolved: &ResolvedRequest<'_>, line: &LogLine, final_cost: Option<FinalCost>) {
         self.requests += 1;
         self.with_duration += u64::from(line.duration_ms.is_some());
         self.without_response_cost += u64::from(final_cost == Some(FinalCost::AsCharged));
         self.without_grpc_status += u64::from(final_cost == Some(FinalCost::KnownAtEnd));
         for input in self.parts.iter_mut().chain(&mut self.cost) {
-            input.present += u64::from(input.source.feed(attributes, &mut |_kind, _value| ()).is_ok());
+            let attributes = &resolved.attributes;
+            let found = match &input.source {
+                Some(source) => source.feed(attributes, &mut |_kind, _value| ()),
+                None => resolved.clients.feed_client(attributes, &mut |_kind, _value| ()),
+            };
+            input.present += u64::from(found.is_ok());
         }
     }
 }

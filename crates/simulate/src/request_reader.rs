@@ -57,6 +57,8 @@ pub struct LoggedRequest<'a> {
     pub host: Cow<'a, str>,
     /// The client, if the log names it instead of its API key.
     client: Option<(&'a str, ClientId)>,
+    /// Whether the gateway of the log found no client.
+    is_unauthorized: bool,
     /// Whether the log has an `X-Forwarded-For` of a peer that is no trusted proxy.
     pub ignores_forwarded: bool,
     address: IpAddr,
@@ -148,6 +150,7 @@ impl RequestReader {
         Ok(LoggedRequest {
             host,
             client,
+            is_unauthorized: line.is_unauthorized,
             ignores_forwarded: line.forwarded_for.len > 0 && forwarded.is_none(),
             address: forwarded.unwrap_or(line.client),
             method,
@@ -169,10 +172,14 @@ impl RequestReader {
         if line.client_name.len == 0 {
             return None;
         }
-        let field = self.api_key_field.as_ref().filter(|field| !fields.contains_key(*field))?;
         let name = std::str::from_utf8(decoded(line.client_name, text, buffer)).ok()?;
         let client = *self.clients.get(name)?;
-        fields.insert(field.clone(), HeaderValue::from_str(name).ok()?);
+        if let Some(field) = &self.api_key_field {
+            if fields.contains_key(field) {
+                return None;
+            }
+            fields.insert(field.clone(), HeaderValue::from_str(name).ok()?);
+        }
         Some((name, client))
     }
 
@@ -209,7 +216,11 @@ impl LoggedRequest<'_> {
             headers: self.headers,
         };
         let resolved = reader.compiled.resolve(view, params, &reader.tokens, || wall_ms)?;
-        Ok(resolved.with_client(self.client.map(|(_, id)| id)))
+        Ok(match self.client {
+            Some((_, client)) => resolved.with_client(Some(client)),
+            None if self.is_unauthorized => resolved.with_client(None),
+            None => resolved,
+        })
     }
 }
 

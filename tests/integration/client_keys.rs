@@ -1,0 +1,189 @@
+//! Rules by client: all keys, subjects and networks of a client share one counter.
+
+use std::fs;
+use std::process::Command;
+
+use serde_json::{Value, json};
+use transom_limiter::secret_digest::Digest;
+
+use crate::support::client::HttpResponse;
+use crate::support::gateway::{Gateway, with_listen};
+use crate::support::http2_client::Http2Client;
+use crate::support::jwt_issuer::Issuer;
+use crate::support::process::BINARY;
+use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::{TempDir, eventually};
+
+const SECTION: &str = "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n";
+
+/// Rules by client and by address, on one route. `more`: settings of the rule by client.
+fn config(more: &str) -> String {
+    format!(
+        "{SECTION}[upstreams.u]\nbuiltin = \"echo\"\n\
+         [rules.c]\nkey = \"client\"\nwindows = [\"10/366d\"]\n{more}\n\
+         plans.gold.windows = [\"100/366d\"]\nplans.silver.windows = [\"50/366d\", \"5/30d\"]\n\
+         [rules.address]\nkey = \"ip\"\nwindows = [\"1000/366d\"]\n\
+         [[routes]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"c\", \"address\"]\n"
+    )
+}
+
+const REFUSE: &str = "on_missing_key = \"refuse\"";
+
+/// A client with these keys, and further settings.
+fn client_toml(name: &str, plan: &str, keys: &[&str], more: &str) -> String {
+    let digests: Vec<String> = keys.iter().map(|key| format!("\"{}\"", Digest::of(key.as_bytes()))).collect();
+    format!("[clients.{name}]\nplan = \"{plan}\"\napi_keys = [{}]\n{more}\n", digests.join(", "))
+}
+
+/// `acme` has three keys and a network, `beta` one key.
+fn clients() -> String {
+    client_toml("acme", "gold", &["a1", "a2", "a3"], "networks = [\"127.0.7.0/24\"]")
+        + &client_toml("beta", "silver", &["b1"], "")
+}
+
+fn get(gateway: &Gateway, key: &str) -> HttpResponse {
+    gateway.get_with("/a", &[("X-API-Key", key)])
+}
+
+fn live_counters(gateway: &Gateway) -> u64 {
+    gateway.metrics().sum("transom_counters", &[("state", "live")])
+}
+
+#[test]
+fn all_keys_and_networks_of_a_client_share_one_counter() {
+    let gateway = Gateway::start_with(&config(REFUSE), &clients());
+    for (left, key) in [(99, "a1"), (98, "a2"), (97, "a3"), (96, "a1")] {
+        assert_eq!(remaining(&get(&gateway, key).expect(200), "c"), left, "{key}");
+    }
+    let by_network = gateway.get_from("127.0.7.9", &[]).expect(200);
+    assert_eq!(remaining(&by_network, "c"), 95);
+    assert_eq!(remaining(&get(&gateway, "b1").expect(200), "c-30d"), 4);
+    // Of `acme` in one window, of `beta` in two, and of two addresses.
+    assert_eq!(live_counters(&gateway), 5);
+}
+
+#[test]
+fn a_key_of_no_client_is_refused_whatever_the_address() {
+    let gateway = Gateway::start_with(&config(REFUSE), &clients());
+    for address in ["127.0.0.1", "127.0.7.9"] {
+        let unknown = gateway.get_from(address, &[("X-API-Key", "revoked")]).expect(401);
+        assert_eq!(unknown.field("www-authenticate"), Some("Key"), "{address}");
+        assert_eq!(items(&unknown, "ratelimit").len(), 1, "the rule by address counts");
+    }
+    assert_eq!(gateway.metrics().sum("transom_request_errors_total", &[("error", "key_unknown")]), 2);
+    let mut http2 = Http2Client::connect(gateway.http);
+    let fields = [("content-type", "application/grpc"), ("te", "trailers"), ("x-api-key", "revoked")];
+    let grpc = http2.request_path("POST", "/a", &fields, b"").expect(200);
+    assert_eq!((grpc.field("grpc-status"), grpc.field("www-authenticate")), (Some("16"), Some("Key")));
+}
+
+#[test]
+fn a_key_of_no_client_can_count_as_missing() {
+    let more = "on_missing_key = \"ip\"\non_unknown_key = \"missing\"";
+    let gateway = Gateway::start_with(&config(more), &clients());
+    // The network has a client, but the key has none: neither its counter nor its plan.
+    for left in [9, 8] {
+        let unknown = gateway.get_from("127.0.7.9", &[("X-API-Key", "revoked")]).expect(200);
+        assert_eq!(remaining(&unknown, "c"), left);
+    }
+    assert_eq!(remaining(&get(&gateway, "a1").expect(200), "c"), 99);
+    let gateway = Gateway::start_with(&config(&more.replace("\"ip\"", "\"skip\"")), &clients());
+    assert_eq!(items(&get(&gateway, "revoked").expect(200), "ratelimit").len(), 1);
+}
+
+#[test]
+fn a_subject_of_no_client_is_unknown_and_no_subject_is_missing() {
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
+    let section = format!("{}{SECTION}subject = \"jwt:sub\"\n", issuer.keys(&scratch));
+    let toml = config("on_missing_key = \"ip\"").replace(SECTION, &section);
+    let clients = client_toml("acme", "gold", &["a1"], "subjects = [\"alice\", \"bob\"]\nnetworks = [\"127.0.0.0/8\"]");
+    let gateway = Gateway::start_with(&toml, &clients);
+    let request = |claims: Value| {
+        let token = format!("Bearer {}", issuer.token("HS256", &claims));
+        gateway.get_with("/a", &[("Authorization", &token)])
+    };
+    assert_eq!(remaining(&get(&gateway, "a1").expect(200), "c"), 99);
+    assert_eq!(remaining(&request(json!({"sub": "alice"})).expect(200), "c"), 98);
+    assert_eq!(remaining(&request(json!({"sub": "bob"})).expect(200), "c"), 97);
+    // A token that names nobody is not rescued by the network either.
+    for claims in [json!({"sub": "eve"}), json!({"role": "admin"})] {
+        let unknown = request(claims).expect(401);
+        assert_eq!(unknown.field("www-authenticate"), Some("Bearer error=\"invalid_token\""));
+    }
+    assert_eq!(remaining(&gateway.get("/a").expect(200), "c"), 96, "by the network");
+}
+
+#[test]
+fn a_composite_key_counts_a_client_once_for_each_value() {
+    let toml = config(REFUSE).replace("key = \"client\"", "key = [\"client\", \"path\"]");
+    let gateway = Gateway::start_with(&toml, &clients());
+    for (left, path, key) in [(99, "/x", "a1"), (98, "/x", "a2"), (99, "/y", "a2")] {
+        assert_eq!(remaining(&gateway.get_with(path, &[("X-API-Key", key)]).expect(200), "c"), left, "{path}");
+    }
+}
+
+#[test]
+fn overrides_and_exemptions_name_clients() {
+    let more =
+        format!("{REFUSE}\nexemptions = [\"key:beta\"]\noverrides = [{{ key = \"acme\", windows = [\"3/366d\"] }}]");
+    let gateway = Gateway::start_with(&config(&more), &clients());
+    assert_eq!(remaining(&get(&gateway, "a1").expect(200), "c"), 2);
+    assert_eq!(items(&get(&gateway, "b1").expect(200), "ratelimit").len(), 1);
+}
+
+#[test]
+fn the_decision_api_counts_clients_by_name() {
+    let gateway = Gateway::start_with(&config(REFUSE), &clients());
+    let query =
+        |operation: &str, key: &str| gateway.decision(operation, &json!({"rule": "c", "key": key})).expect(200).json();
+    get(&gateway, "a1").expect(200);
+    assert_eq!((&query("limit", "acme")["count"], &query("value", "acme")["limit"]), (&json!(2), &json!(100)));
+    assert_eq!(query("limit", "nobody")["unknown_key"], true);
+    query("reset", "acme");
+    assert_eq!(remaining(&get(&gateway, "a2").expect(200), "c"), 99);
+}
+
+#[test]
+fn a_replay_of_the_log_decides_as_the_gateway_did() {
+    let scratch = TempDir::new();
+    let log = scratch.path().join("access.log");
+    let toml = format!("{}[access_log]\nfile = \"{}\"\n", config(REFUSE), log.display());
+    let toml = toml.replace("100/366d", "7/366d");
+    let gateway = Gateway::start_with(&toml, &clients());
+    let mut statuses = Vec::new();
+    for n in 0..30 {
+        let key = ["a1", "a2", "a3", "b1", "revoked"][n % 5];
+        statuses.push(gateway.get_from("127.0.7.9", &[("X-API-Key", key)]).status);
+    }
+    statuses.extend((0..3).map(|_| gateway.get_from("127.0.7.9", &[]).status));
+    let lines = || fs::read_to_string(&log).unwrap_or_default().lines().count();
+    eventually("all requests are logged", || lines() == statuses.len());
+    let count = |status: u16| statuses.iter().filter(|found| **found == status).count();
+    // Of `acme`, 18 requests with keys and 3 by network; of `beta`, 6.
+    assert_eq!((count(200), count(429), count(401)), (7 + 5, 14 + 1, 6));
+
+    scratch.write("gateway.toml", with_listen(&toml));
+    scratch.write("clients.toml", clients());
+    let replay = Command::new(BINARY).args(["simulate", "--json", "access.log"]).current_dir(scratch.path()).output();
+    let report: Value = serde_json::from_slice(&replay.unwrap().stdout).unwrap();
+    let found = &report["scenarios"][0]["rules"][0];
+    assert_eq!(report["as_logged"]["different"], 0, "{report:#}");
+    assert_eq!((&found["admitted"], &found["refused"]), (&json!(12), &json!(15)), "{report:#}");
+    assert_eq!((&found["keys"]["total"], &found["keys"]["refused"]), (&json!(2), &json!(2)), "{report:#}");
+}
+
+#[test]
+fn check_notes_rules_that_count_each_key_for_itself() {
+    let scratch = TempDir::new();
+    let by_key = config(REFUSE).replace("key = \"client\"", "key = \"header:x-api-key\"");
+    scratch.write("clients.toml", clients());
+    let notes = |toml: &str| {
+        scratch.write("gateway.toml", with_listen(toml));
+        let checked =
+            Command::new(BINARY).args(["check", "gateway.toml"]).current_dir(scratch.path()).output().unwrap();
+        let out = String::from_utf8(checked.stdout).unwrap();
+        assert!(checked.status.success(), "{out}");
+        out.lines().filter(|line| line.contains("note: counts each API key")).count()
+    };
+    assert_eq!((notes(&by_key), notes(&config(REFUSE))), (1, 0));
+}
