@@ -720,6 +720,7 @@ mod tests {
             client("beta", "silver", &["key-of-beta"], &[], &["10.1.2.0/24", "2001:db8::/64"]),
             client("gamma", "silver", &[], &["user-of-gamma"], &[]),
         ];
+        let api_key = api_key.into_iter().collect();
         ClientPlans::new(&Clients { file: "clients.toml".into(), api_key, subject, list })
     }
 

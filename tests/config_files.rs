@@ -688,7 +688,7 @@ fn plans_overrides_and_exemptions_are_read_as_written() {
     assert_eq!(config.rules[RuleId::at(1)].overrides[0].key, [clear("192.0.2.0"), clear("GET")]);
 
     let clients = config.clients.unwrap();
-    assert_eq!(clients.api_key, Some(HEADER.of_name("x-api-key")));
+    assert_eq!(clients.api_key, [HEADER.of_name("x-api-key")]);
     let names: Vec<_> = clients.list.iter().map(|client| (client.name.as_str(), client.plan.as_str())).collect();
     assert_eq!(names, [("acme", "gold"), ("beta", "silver"), ("gamma.example", "gold")]);
     let acme = &clients.list[0];

@@ -12,7 +12,7 @@ use crate::support::http2_client::Http2Client;
 use crate::support::jwt_issuer::Issuer;
 use crate::support::process::BINARY;
 use crate::support::ratelimit_parser::{items, remaining};
-use crate::support::{TempDir, eventually};
+use crate::support::{TempDir, eventually, one_rule};
 
 const SECTION: &str = "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n";
 
@@ -173,7 +173,7 @@ fn a_replay_of_the_log_decides_as_the_gateway_did() {
 }
 
 #[test]
-fn check_notes_rules_that_count_each_key_for_itself() {
+fn check_notes_what_counts_or_stores_keys_badly() {
     let scratch = TempDir::new();
     let by_key = config(REFUSE).replace("key = \"client\"", "key = \"header:x-api-key\"");
     scratch.write("clients.toml", clients());
@@ -183,7 +183,85 @@ fn check_notes_rules_that_count_each_key_for_itself() {
             Command::new(BINARY).args(["check", "gateway.toml"]).current_dir(scratch.path()).output().unwrap();
         let out = String::from_utf8(checked.stdout).unwrap();
         assert!(checked.status.success(), "{out}");
-        out.lines().filter(|line| line.contains("note: counts each API key")).count()
+        let notes = ["note: counts each API key", "write `api_key = \"bearer\"`", "tokens in clear text"];
+        notes.map(|note| out.lines().filter(|line| line.contains(note)).count())
     };
-    assert_eq!((notes(&by_key), notes(&config(REFUSE))), (1, 0));
+    assert_eq!((notes(&by_key), notes(&config(REFUSE))), ([1, 0, 0], [0, 0, 0]));
+    let with_scheme = config(REFUSE).replace("header:x-api-key", "header:authorization");
+    let in_clear = config(REFUSE).replace(SECTION, &format!("{SECTION}subject = \"bearer\"\n"));
+    assert_eq!((notes(&with_scheme), notes(&in_clear)), ([0, 1, 0], [0, 0, 1]));
+}
+
+#[test]
+fn a_bearer_token_is_an_api_key() {
+    let toml = config(REFUSE).replace("\"header:x-api-key\"", "\"bearer\"");
+    let gateway = Gateway::start_with(&toml, &clients());
+    let request = |text: &str| gateway.get_with("/a", &[("Authorization", text)]);
+    for (left, text) in [(99, "Bearer a1"), (98, "bearer a2"), (97, "BEARER  a3"), (96, "Bearer a1 ")] {
+        assert_eq!(remaining(&request(text).expect(200), "c"), left, "{text}");
+    }
+    let unknown = request("Bearer guess").expect(401);
+    assert_eq!(unknown.field("www-authenticate"), Some("Bearer error=\"invalid_token\""));
+    // `[jwt]` is not configured: what looks like a token is a key of no client.
+    request("Bearer eyJhbGciOiJIUzI1NiJ9.e30.c2ln").expect(401);
+    gateway.get_with("/a", &[("Authorization", "Bearer a1"), ("Authorization", "Bearer a2")]).expect(400);
+    request("Bearer caf\u{e9}").expect(400);
+    let text = gateway.get_with("/a", &[("Authorization", "Bearer a1"), ("Connection", "authorization")]).expect(200);
+    assert!(text.text().to_lowercase().contains("authorization"), "the upstream gets it");
+}
+
+#[test]
+fn a_bearer_token_is_a_key_part() {
+    let rule = "key = \"bearer\"\non_missing_key = \"skip\"\nwindows = [\"10/366d\"]";
+    let gateway = Gateway::start(&one_rule(rule));
+    for (left, text) in [(9, "Bearer one"), (8, "bearer one"), (9, "Bearer two")] {
+        let response = gateway.get_with("/a", &[("Authorization", text)]).expect(200);
+        assert_eq!(remaining(&response, "r"), left, "{text}");
+    }
+    for text in ["Basic one", "Bearer", "Bearer "] {
+        let response = gateway.get_with("/a", &[("Authorization", text)]).expect(200);
+        assert_eq!(response.field("ratelimit"), None, "{text}");
+    }
+    assert_eq!(gateway.decision("value", &json!({"rule": "r", "key": "one"})).expect(200).json()["count"], 2);
+}
+
+#[test]
+fn the_first_part_that_a_request_has_is_its_api_key() {
+    let toml = config(REFUSE).replace("\"header:x-api-key\"", "[\"header:x-api-key\", \"bearer\", \"query:key\"]");
+    let gateway = Gateway::start_with(&toml, &clients());
+    let request = |target: &str, fields: &[(&str, &str)]| gateway.get_with(target, fields);
+    let (acme, beta) = (("X-API-Key", "a1"), ("Authorization", "Bearer b1"));
+    assert_eq!(remaining(&request("/a", &[acme, beta]).expect(200), "c"), 99);
+    assert_eq!(remaining(&request("/a?key=a1", &[beta]).expect(200), "c-30d"), 4);
+    assert_eq!(remaining(&request("/a?key=a2", &[]).expect(200), "c"), 98);
+    // The first one decides, also if it is unknown.
+    let unknown = request("/a", &[("X-API-Key", "guess"), beta]).expect(401);
+    assert_eq!(unknown.field("www-authenticate"), Some("Key"));
+}
+
+#[test]
+fn tokens_and_opaque_keys_come_in_one_field() {
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
+    let section = format!("{}{SECTION}subject = \"jwt:sub\"\n", issuer.keys(&scratch));
+    let toml = config(REFUSE).replace(SECTION, &section).replace("\"header:x-api-key\"", "\"bearer\"");
+    let token = issuer.token("HS256", &json!({"sub": "carol"}));
+    // An opaque key may look like a token, and a token may be registered as a key.
+    let clients = client_toml("acme", "gold", &["a1", "eyJh.b.c", &token], "subjects = [\"alice\"]")
+        + &client_toml("beta", "silver", &["b1"], "subjects = [\"carol\"]");
+    let gateway = Gateway::start_with(&toml, &clients);
+    let request = |token: &str| gateway.get_with("/a", &[("Authorization", &format!("Bearer {token}"))]);
+    let of = |claims: Value| issuer.token("HS256", &claims);
+    for (left, token) in [(99, "a1"), (98, "eyJh.b.c"), (97, &token), (96, &of(json!({"sub": "alice"})))] {
+        assert_eq!(remaining(&request(token).expect(200), "c"), left, "{token}");
+    }
+    assert_eq!(remaining(&request(&of(json!({"sub": "carol", "n": 1}))).expect(200), "c-30d"), 4);
+    let detail = |token: &str| request(token).expect(401).problem()["detail"].as_str().unwrap().to_owned();
+    for unknown in ["guess", "eyJh.b.d", "x.y.z", &of(json!({"sub": "eve"})), &of(json!({}))] {
+        assert!(detail(unknown).contains("not known here"), "{unknown}");
+    }
+    let expired = of(json!({"sub": "alice", "exp": 1}));
+    assert_eq!(detail(&expired), "the token has expired");
+    let forged = Issuer::new().token("HS256", &json!({"sub": "alice"}));
+    assert_eq!(detail(&forged), "the token's signature is not valid");
+    assert_eq!(gateway.metrics().sum("transom_request_errors_total", &[("error", "token")]), 2);
 }

@@ -15,7 +15,7 @@ use super::key_kind::{CLIENT_CERT, Identifies, KeyKind};
 use super::listen::ClientCerts;
 use super::rule::CheckedRule;
 use super::settings::{Custom, Required, Section, Shape, Text, Texts, section_table};
-use super::toml_reader::{Item, SpannedString, Table, toml_errors};
+use super::toml_reader::{Item, SpannedStr, SpannedString, Table, toml_errors};
 use super::values::{Definitions, check_name, definition_fix, is_pattern, read_digest, read_fingerprint, read_network};
 use transom_limiter::handles::RuleId;
 use transom_limiter::ip_prefix::Network;
@@ -36,16 +36,20 @@ settings! {
         /// The clients file.
         file: Option<SpannedString> =
             Required(Text("path of a file", "\"clients.toml\""), "write `file = \"clients.toml\"`");
-        /// Where requests carry the client's API key.
-        api_key: Option<KeyPart> = Custom::or_empty(
-            Shape::Text("`\"header:NAME\"`, `\"cookie:NAME\"`, `\"query:NAME\"`"),
-            |item, report| read_key_source(item, API_KEY, false, report),
+        /// Where requests carry the client's API key; of a list, the first that a request has. `"bearer"`: in
+        /// `Authorization: Bearer`, [also beside tokens](#api-keys-and-tokens-in-one-field).
+        api_key: Vec<KeyPart> = Custom::or_empty(
+            Shape::one_or_list("`\"header:NAME\"`, `\"bearer\"`, `\"cookie:NAME\"`, `\"query:NAME\"`"),
+            read_api_key_sources,
         );
         /// Where requests carry the user on whose behalf they are sent. With `"client-cert"`, `subjects` are SHA-256 of
         /// certificates. The gateway verifies only claims and certificates; any client can send a field.
         subject: Option<KeyPart> = Custom::or_empty(
             Shape::Text("as `api_key`, or `\"jwt:CLAIM\"`, `\"basic-user\"`, `\"client-cert\"`"),
-            |item, report| read_key_source(item, SUBJECT, true, report),
+            |item, report| {
+                let word = item.string(SUBJECT, report)?;
+                read_key_source(item, &word, SUBJECT, true, report).map(Some)
+            },
         );
     }
 }
@@ -70,8 +74,8 @@ settings! {
 pub struct Clients {
     /// As configured.
     pub file: PathBuf,
-    /// The part of a request that holds the API key.
-    pub api_key: Option<KeyPart>,
+    /// The parts of a request that can hold the API key. The first that a request has decides.
+    pub api_key: Vec<KeyPart>,
     /// The part of a request that names the subject on whose behalf it is made.
     pub subject: Option<KeyPart>,
     /// In the order of the file.
@@ -192,17 +196,35 @@ pub fn report_unused_on_unknown_key(
     }
 }
 
+fn read_api_key_sources(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
+    let words = item.strings(API_KEY, report)?;
+    let mut parts: Vec<KeyPart> = Vec::new();
+    for word in &words {
+        let part = read_key_source(item, word, API_KEY, false, report)?;
+        if parts.contains(&part) {
+            return report.reject(word.span.clone(), format!("{} is listed twice", quoted(word.text)), "remove it");
+        }
+        parts.push(part);
+    }
+    Some(parts)
+}
+
 /// Reads the part of a request that identifies a client. `is_subject`: it may be the client certificate.
-fn read_key_source(item: &Item, example: &str, is_subject: bool, report: &mut Report) -> Option<Option<KeyPart>> {
-    let word = item.string(example, report)?;
-    let part = key::read_part(&word, report)?;
+fn read_key_source(
+    item: &Item,
+    word: &SpannedStr,
+    example: &str,
+    is_subject: bool,
+    report: &mut Report,
+) -> Option<KeyPart> {
+    let part = key::read_part(word, report)?;
     match KeyKind::of(&part).identifies {
-        Identifies::ApiKeyOrSubject => return Some(Some(part)),
-        Identifies::Subject if is_subject => return Some(Some(part)),
+        Identifies::ApiKeyOrSubject => return Some(part),
+        Identifies::Subject if is_subject => return Some(part),
         Identifies::Subject | Identifies::Nothing => {}
     }
     let message = format!("`{}` cannot be {}: it does not identify a client", item.key, quoted(word.text));
-    report.reject(word.span, message, item.fix_with(example))
+    report.reject(word.span.clone(), message, item.fix_with(example))
 }
 
 /// Reads the clients file.

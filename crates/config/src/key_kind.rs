@@ -30,6 +30,7 @@ pub mod number {
     pub const BASIC_USER: u8 = 14;
     pub const ENTRY: u8 = 15;
     pub const CLIENT: u8 = 16;
+    pub const BEARER: u8 = 17;
 }
 
 /// Header fields whose values are secret.
@@ -148,12 +149,13 @@ pub enum Logged {
 }
 
 /// All kinds, in the order of the reference.
-pub static KINDS: [&KeyKind; 15] = [
+pub static KINDS: [&KeyKind; 16] = [
     &IP,
     &CLIENT,
     &HEADER,
     &COOKIE,
     &QUERY,
+    &BEARER,
     &PARAM,
     &JWT,
     &BASIC_USER,
@@ -251,6 +253,21 @@ pub static QUERY: KeyKind = KeyKind {
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
     logged: Logged::Query,
+};
+
+/// The token of `Authorization: Bearer`, whatever it is.
+pub static BEARER: KeyKind = KeyKind {
+    part: PartKind { name: "bearer", identity: "Bearer", number: number::BEARER },
+    forms: &[("bearer", "the token of `Authorization: Bearer`, without the scheme, which may be in any case")],
+    argument: Argument::None,
+    presence: Presence::Optional,
+    is_secret: |_| true,
+    variety: Variety::Any,
+    identifies: Identifies::ApiKeyOrSubject,
+    not_hashed: None,
+    value: ValueForm::Text(reject_empty),
+    example_value: "VALUE",
+    logged: Logged::Authorization,
 };
 
 /// A parameter of the route's path.
@@ -577,6 +594,7 @@ mod tests {
             ("global", "Global", 9),
             ("entry", "Entry", 15),
             ("client", "Client", 16),
+            ("bearer", "Bearer", 17),
         ];
         for part in expected {
             assert!(found.contains(&part), "{part:?}");

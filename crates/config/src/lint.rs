@@ -11,7 +11,7 @@ use super::Config;
 use super::certificate::RevocationList;
 use super::diagnostics::{quoted, quoted_list};
 use super::key::OnUnknownKey;
-use super::key_kind::{KeyKind, Variety, is_secret_part};
+use super::key_kind::{BEARER, HEADER, KeyKind, Variety, is_secret_part};
 use super::path::Segment;
 use super::route::Route;
 use super::rule::GatewayRule;
@@ -89,6 +89,7 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
         .chain(guessable_digests(config));
     messages.extend(warnings.map(LintMessage::warning));
     let notes = rules_of_responses(config).into_iter().chain(paths_with_variants(config));
+    let notes = notes.chain(credentials_with_scheme(config)).chain(subjects_in_clear(config));
     messages.extend(notes.map(LintMessage::note));
     let shown = |LintMessage { text, kind }| LintMessage { text: config.hidden.removed_from(text), kind };
     messages.into_iter().map(shown).collect()
@@ -190,7 +191,7 @@ fn invented_keys(config: &Config) -> Vec<LintMessage> {
 
 /// Notes rules that count by an API key of clients, so that a client with several keys has its limits several times.
 fn keys_counted_apart(config: &Config) -> Vec<LintMessage> {
-    let is_api_key = |part: &&KeyPart| config.clients.iter().any(|clients| clients.api_key.as_ref() == Some(part));
+    let is_api_key = |part: &&KeyPart| config.clients.iter().any(|clients| clients.api_key.contains(part));
     let note = |rule: &GatewayRule| {
         let part = rule.key.iter().find(is_api_key).filter(|_| !rule.counts_clients())?;
         let text = format!(
@@ -200,6 +201,25 @@ fn keys_counted_apart(config: &Config) -> Vec<LintMessage> {
         Some(LintMessage::note_on(&rule.name, &text))
     };
     config.rules.iter().filter_map(note).collect()
+}
+
+/// Notes an API key that begins with the scheme of `Authorization`: every spelling of the scheme is another key.
+fn credentials_with_scheme(config: &Config) -> Option<String> {
+    let is_whole_field = |part: &KeyPart| HEADER.has(part) && part.name() == Some("authorization");
+    config.clients.as_ref().filter(|clients| clients.api_key.iter().any(is_whole_field))?;
+    Some(String::from(
+        "`[clients]` reads API keys from `header:authorization`, with the scheme, such as `Bearer KEY`: write \
+         `api_key = \"bearer\"` to read the key alone, whatever the case of the scheme",
+    ))
+}
+
+/// Notes tokens that the clients file has in clear text.
+fn subjects_in_clear(config: &Config) -> Option<String> {
+    config.clients.as_ref()?.subject.as_ref().filter(|part| BEARER.has(part))?;
+    Some(String::from(
+        "`[clients]` has `subject = \"bearer\"`, so that the clients file has tokens in clear text: with \
+         `api_key = \"bearer\"` it has digests",
+    ))
 }
 
 /// Warns of a route that matches one path only, if no route matches the paths below it. A route with `methods` is taken to
@@ -292,8 +312,8 @@ fn short_token(config: &Config) -> Option<String> {
 /// guesses.
 fn guessable_digests(config: &Config) -> Option<String> {
     config.counters.shared.as_ref().filter(|shared| shared.digest_key.is_none())?;
-    let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
-    let is_digested = |part: &KeyPart| is_secret_part(part) || Some(part) == api_key;
+    let is_api_key = |part: &KeyPart| config.clients.iter().any(|clients| clients.api_key.contains(part));
+    let is_digested = |part: &KeyPart| is_secret_part(part) || is_api_key(part);
     let rules = config.rules.iter().filter(|rule| {
         let fallback = if let OnMissing::Fallback(parts) = &rule.on_missing { parts.as_slice() } else { &[] };
         rule.sharing != Sharing::Local && rule.key.iter().chain(fallback).any(is_digested)

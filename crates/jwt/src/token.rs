@@ -148,6 +148,14 @@ impl<'t> Jws<'t> {
     }
 }
 
+/// Whether a text may be a token in compact form: three parts, of which the first begins as a JSON object in base64url does. An
+/// API key can have this form too.
+pub fn may_be_token(text: &[u8]) -> bool {
+    // The bits of `{`, and of the two bits that begin any ASCII character.
+    let begins = matches!(text, [b'e', b'w'..=b'z' | b'0'..=b'9' | b'-' | b'_', ..]);
+    begins && text.iter().filter(|byte| **byte == b'.').count() == 2
+}
+
 /// Decodes a part of a token that is a JSON object.
 fn decode_object(part: &[u8]) -> Result<Map<String, Value>, TokenError> {
     match serde_json::from_slice(&decode(part)?) {

@@ -14,6 +14,7 @@ use transom_config::clients::{Client, Clients};
 use transom_config::key::OnUnknownKey;
 use transom_config::key_kind::{CLIENT, number as kind};
 use transom_http::request_values::bearer_token;
+use transom_jwt::token::{TokenError, may_be_token};
 use transom_limiter::handles::{Handle as _, IdVec};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::KeyPart;
@@ -31,7 +32,7 @@ pub struct ClientPlans {
     pub clients: IdVec<ClientId, KnownClient>,
     /// Sorted by name.
     by_name: Box<[ClientId]>,
-    api_key: Option<ClientSource>,
+    api_keys: Vec<ClientSource>,
     by_api_key: HashMap<Digest, ClientId>,
     subject: Option<ClientSource>,
     by_subject: HashMap<Box<[u8]>, ClientId>,
@@ -68,14 +69,15 @@ impl ClientPlans {
         by_name.sort_unstable_by_key(|client| &clients[*client].name);
         let all = || configured.list.iter().zip(clients.ids());
         // Path parameters belong to one route and cannot name a client.
-        let source = |part: &Option<KeyPart>| {
-            let part = part.as_ref()?;
-            Some(ClientSource { part: part.clone(), source: KeySource::new(part, &[]), name: part.to_string() })
+        let source = |part: &KeyPart| ClientSource {
+            part: part.clone(),
+            source: KeySource::new(part, &[]),
+            name: part.to_string(),
         };
         ClientPlans {
-            api_key: source(&configured.api_key),
+            api_keys: configured.api_key.iter().map(source).collect(),
             by_api_key: all().flat_map(|(client, id)| client.api_keys.iter().map(move |key| (*key, id))).collect(),
-            subject: source(&configured.subject),
+            subject: configured.subject.as_ref().map(source),
             by_subject: all()
                 .flat_map(|(client, id)| client.subjects.iter().map(move |subject| (subject.as_bytes().into(), id)))
                 .collect(),
@@ -107,18 +109,38 @@ impl ClientPlans {
         }
     }
 
+    /// What the first part with an API key tells, and that part. A token is no API key, if `[clients]` reads tokens, unless a
+    /// client has it as one.
+    fn find_by_api_key<'a>(
+        &'a self,
+        request: &RequestAttributes<'_>,
+    ) -> Result<(Option<&'a ClientSource>, Named), LookupError<'a>> {
+        for source in &self.api_keys {
+            match look_up(Some(source), request, |key| self.by_api_key(key))? {
+                Named::Absent => {}
+                Named::Unknown if self.reads_tokens() && source.has_valid_token(request)? => {}
+                named => return Ok((Some(source), named)),
+            }
+        }
+        Ok((None, Named::Absent))
+    }
+
+    /// Whether the subject is a claim.
+    fn reads_tokens(&self) -> bool {
+        self.subject.as_ref().is_some_and(|source| matches!(source.source, KeySource::Jwt(_)))
+    }
+
     fn by_subject(&self, subject: &[u8]) -> Option<ClientId> {
         self.by_subject.get(subject).copied()
     }
 
     /// The parts of a rule's key that name clients.
     pub fn client_parts(&self, key: &[KeyPart]) -> Vec<ClientPart> {
-        let is_read =
-            |source: &Option<ClientSource>, part: &KeyPart| source.as_ref().is_some_and(|source| source.part == *part);
-        let client_part = |(position, part)| {
-            let (is_api_key, is_subject) = (is_read(&self.api_key, part), is_read(&self.subject, part));
-            let part = ClientPart { position, is_name: CLIENT.has(part), is_api_key, is_subject };
-            (part.is_name || is_api_key || is_subject).then_some(part)
+        let client_part = |(position, part): (usize, &KeyPart)| {
+            let api_key = self.api_keys.iter().position(|source| source.part == *part);
+            let is_subject = self.subject.as_ref().is_some_and(|source| source.part == *part);
+            let part = ClientPart { position, is_name: CLIENT.has(part), api_key, is_subject };
+            (part.is_name || api_key.is_some() || is_subject).then_some(part)
         };
         key.iter().enumerate().filter_map(client_part).collect()
     }
@@ -127,7 +149,7 @@ impl ClientPlans {
     pub fn named_by(&self, part: &ClientPart, value: &[u8]) -> CallerIdentity {
         CallerIdentity {
             by_name: part.is_name.then(|| self.named(std::str::from_utf8(value).ok()?)).flatten(),
-            by_api_key: part.is_api_key.then(|| self.by_api_key(value)).flatten(),
+            by_api_key: part.api_key.and_then(|_source| self.by_api_key(value)),
             by_subject: part.is_subject.then(|| self.by_subject(value)).flatten(),
             address: None,
         }
@@ -310,9 +332,9 @@ impl<'a> ClientLookup<'a> {
         match self.identity(request) {
             Err((part, _)) => Some(part),
             Ok(Identity::Unknown) => {
-                let of_api_key = self.by_api_key(plans, request).is_ok_and(|named| named == Named::Unknown);
-                let source = if of_api_key { &plans.api_key } else { &plans.subject };
-                source.as_ref().map(|source| source.name.as_str())
+                let of_api_key = plans.find_by_api_key(request).ok().filter(|(_, named)| *named == Named::Unknown);
+                let source = of_api_key.and_then(|(source, _)| source).or(plans.subject.as_ref())?;
+                Some(source.name.as_str())
             }
             Ok(Identity::Client(_) | Identity::Missing) => None,
         }
@@ -322,14 +344,22 @@ impl<'a> ClientLookup<'a> {
     fn names_client(&self, part: &ClientPart, request: &RequestAttributes<'_>) -> Result<bool, KeyError> {
         let Some(plans) = self.plans else { return Ok(false) };
         let drop_name = |(_, error): LookupError<'_>| error;
+        let by_api_key = match (part.api_key, plans.api_keys.as_slice()) {
+            (None, _) => Named::Absent,
+            (Some(_), [_]) => self.by_api_key(plans, request).map_err(drop_name)?,
+            // Another part may be the one that names the client of the request.
+            (Some(position), sources) => {
+                look_up(sources.get(position), request, |key| plans.by_api_key(key)).map_err(drop_name)?
+            }
+        };
         // A request has the name of its client, or lacks the part.
         Ok(part.is_name
-            || (part.is_api_key && self.by_api_key(plans, request).map_err(drop_name)?.client().is_some())
+            || by_api_key.client().is_some()
             || (part.is_subject && self.by_subject(plans, request).map_err(drop_name)?.client().is_some()))
     }
 
     fn by_api_key(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Result<Named, LookupError<'a>> {
-        remember(&self.by_api_key, || look_up(plans.api_key.as_ref(), request, |key| plans.by_api_key(key)))
+        remember(&self.by_api_key, || plans.find_by_api_key(request).map(|(_source, named)| named))
     }
 
     fn by_subject(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Result<Named, LookupError<'a>> {
@@ -358,6 +388,20 @@ fn look_up<'s>(
 }
 
 impl ClientSource {
+    /// Whether this part of the request is a token, which is verified. What only looks like one is not.
+    fn has_valid_token<'s>(&'s self, request: &RequestAttributes<'_>) -> Result<bool, LookupError<'s>> {
+        let Some(token) = self.bearer_of(request).filter(|token| may_be_token(token)) else { return Ok(false) };
+        match request.tokens.check(token, request.wall_ms) {
+            Ok(()) => Ok(true),
+            Err(TokenError::Malformed) => Ok(false),
+            Err(error) => Err((&self.name, KeyError::Token(error))),
+        }
+    }
+
+    fn bearer_of<'r>(&self, request: &RequestAttributes<'r>) -> Option<&'r [u8]> {
+        bearer_token(request.headers).ok().flatten().filter(|_| matches!(self.source, KeySource::Bearer))
+    }
+
     /// Whether the request has a token, which lacks the claim. Such a token belongs to no client.
     fn has_token_without_claim(&self, request: &RequestAttributes<'_>) -> bool {
         matches!(self.source, KeySource::Jwt(_)) && matches!(bearer_token(request.headers), Ok(Some(_)))
@@ -386,7 +430,8 @@ pub struct ClientPart {
     pub position: usize,
     /// The part is the name of the client.
     is_name: bool,
-    is_api_key: bool,
+    /// The position among the parts with API keys.
+    api_key: Option<usize>,
     is_subject: bool,
 }
 

@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-use http::{HeaderMap, HeaderName};
+use http::{HeaderMap, HeaderName, header};
 
 use crate::RouteRulesId;
 use crate::client_plans::{ClientCheck, ClientPlans};
@@ -22,7 +22,7 @@ use crate::route_actions::RouteActions;
 use crate::router::Router;
 use crate::store_key_text::KeyDigester;
 use crate::top_keys::CountedRules;
-use transom_config::key_kind::{HEADER, JWT};
+use transom_config::key_kind::{BEARER, HEADER, JWT};
 use transom_config::listen::Listen;
 use transom_config::route::Route;
 use transom_config::rule::GatewayRule;
@@ -136,11 +136,11 @@ impl CompiledConfig {
         let token_hasher = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes, config.path_reading.trailing_slash);
         let refusal_templates = config.rules.map(|rule| RefusalTemplate::new(&rule.refusal));
-        let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
-        let digester = config.counters.shared.as_ref().map(|shared| KeyDigester::new(&shared.digest_key(), api_key));
+        let api_keys = config.clients.as_ref().map_or(&[][..], |clients| &clients.api_key);
+        let digester = config.counters.shared.as_ref().map(|shared| KeyDigester::new(&shared.digest_key(), api_keys));
         let digester = digester.map(Arc::new);
         let local_key = [seed.0.to_be_bytes(), seed.1.to_be_bytes()].concat();
-        let readable_digester = digester.clone().unwrap_or_else(|| Arc::new(KeyDigester::new(&local_key, api_key)));
+        let readable_digester = digester.clone().unwrap_or_else(|| Arc::new(KeyDigester::new(&local_key, api_keys)));
         let Listen { trusted_proxies, forwarded, .. } = &config.listen;
         let trusted_proxies = (!trusted_proxies.is_empty()).then(|| TrustedProxies::new(trusted_proxies, *forwarded));
         let descriptors = DescriptorIndex::new(&config.rules);
@@ -250,7 +250,9 @@ fn key_fields(config: &Config) -> Vec<HeaderName> {
         Cost::Fixed(_) | Cost::Response { .. } => None,
     });
     let routes = config.routes.iter().flat_map(|route| &route.headers).map(|(name, _)| name.as_str());
-    let names = keys.chain(costs).chain(routes).filter_map(|name| HeaderName::from_bytes(name.as_bytes()).ok());
+    let bearer = parts(config).any(|part| BEARER.has(part)).then_some(header::AUTHORIZATION.as_str());
+    let names =
+        keys.chain(bearer).chain(costs).chain(routes).filter_map(|name| HeaderName::from_bytes(name.as_bytes()).ok());
     names.collect::<HashSet<_>>().into_iter().collect()
 }
 

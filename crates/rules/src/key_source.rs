@@ -59,6 +59,8 @@ pub enum KeySource {
     Header(HeaderName),
     Cookie(String),
     Query(String),
+    /// The token of `Authorization: Bearer`.
+    Bearer,
     /// The name of a claim.
     Jwt(String),
     /// The position of a parameter in the path of the route.
@@ -102,6 +104,7 @@ impl KeySource {
             kind::HEADER => HeaderName::from_bytes(name.as_bytes()).map_or(KeySource::Unavailable, KeySource::Header),
             kind::COOKIE => KeySource::Cookie(name.to_owned()),
             kind::QUERY => KeySource::Query(name.to_owned()),
+            kind::BEARER => KeySource::Bearer,
             kind::JWT => KeySource::Jwt(name.to_owned()),
             kind::PARAM => {
                 let position = params.iter().position(|known| *known == name);
@@ -160,10 +163,12 @@ impl KeySource {
                 let user = user?.ok_or(KeyError::Missing)?;
                 take(kind::BASIC_USER, &user);
             }
+            KeySource::Bearer => match bearer_of(request)? {
+                b"" => return Err(KeyError::Missing),
+                token => take(kind::BEARER, token),
+            },
             KeySource::Jwt(claim) => {
-                let token = bearer_token(request.headers)
-                    .map_err(|DuplicateAuthorization| KeyError::RepeatedAuthorization)?
-                    .ok_or(KeyError::Missing)?;
+                let token = bearer_of(request)?;
                 let take = |value: &str| take(kind::JWT, value.as_bytes());
                 if !request.tokens.with_claim(token, claim, request.wall_ms, take).map_err(KeyError::Token)? {
                     return Err(KeyError::Missing);
@@ -187,9 +192,15 @@ impl KeySource {
     }
 }
 
+fn bearer_of<'a>(request: &RequestAttributes<'a>) -> Result<&'a [u8], KeyError> {
+    let token = bearer_token(request.headers).map_err(|DuplicateAuthorization| KeyError::RepeatedAuthorization)?;
+    token.ok_or(KeyError::Missing)
+}
+
 /// Whether the value of a part can be counted: that of a field or cookie must be printable ASCII.
 pub fn is_usable_key(part_kind: u8, value: &[u8]) -> bool {
-    !matches!(part_kind, kind::HEADER | kind::COOKIE) || value.iter().all(|byte| matches!(byte, b' '..=b'~'))
+    !matches!(part_kind, kind::HEADER | kind::COOKIE | kind::BEARER)
+        || value.iter().all(|byte| matches!(byte, b' '..=b'~'))
 }
 
 fn single(occurrence: Occurrence<'_>) -> Result<Cow<'_, [u8]>, KeyError> {
@@ -250,7 +261,7 @@ pub mod tests {
     use crate::rate_limit_key::tests::{SEED, with_request};
     use crate::store_key_text::tests::{headers, token, tokens};
     use transom_config::key::parse_part;
-    use transom_config::key_kind::{Argument, CLIENT, ENTRY, JWT, KINDS, KeyKind, ValueForm};
+    use transom_config::key_kind::{Argument, BEARER, CLIENT, ENTRY, JWT, KINDS, KeyKind, ValueForm};
 
     /// The connection of the requests in tests. It has everything.
     pub const CONNECTION: ConnectionValues<'_> = ConnectionValues { client_cert: Some("f00d") };
@@ -259,7 +270,7 @@ pub mod tests {
     fn fed(kind: &KeyKind, part: &KeyPart) -> Vec<(u8, Vec<u8>)> {
         let bearer = format!("Bearer {}", token(r#"{"sub":"alice"}"#));
         // Of `bob:secret`.
-        let authorization = if JWT.has(part) { &bearer } else { "Basic Ym9iOnNlY3JldA==" };
+        let authorization = if JWT.has(part) || BEARER.has(part) { &bearer } else { "Basic Ym9iOnNlY3JldA==" };
         let headers = headers(&[
             ("x-api-key", b"key"),
             ("cookie", b"session=opened"),

@@ -722,7 +722,7 @@ pub mod tests {
         const LIMIT: usize = 10;
         let clients = ClientPlans::new(&Clients {
             file: "clients.toml".into(),
-            api_key: Some(HEADER.of_name("x-api-key")),
+            api_key: vec![HEADER.of_name("x-api-key")],
             subject: None,
             list: vec![Client {
                 name: "acme".to_owned(),

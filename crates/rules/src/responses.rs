@@ -314,7 +314,7 @@ fn challenge(error: &RequestError) -> Option<&'static str> {
     match error {
         // RFC 6750, section 3.
         RequestError::Token(_) => Some(INVALID_TOKEN),
-        RequestError::KeyUnknown { part, .. } if part.starts_with("jwt:") => Some(INVALID_TOKEN),
+        RequestError::KeyUnknown { part, .. } if part.starts_with("jwt:") || part == "bearer" => Some(INVALID_TOKEN),
         RequestError::KeyUnknown { part, .. } if part == "basic-user" => Some("Basic realm=\"gateway\""),
         // No scheme is registered for API keys. With `Basic`, a browser would ask for a password.
         RequestError::KeyUnknown { .. } => Some("Key"),

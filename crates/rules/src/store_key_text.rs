@@ -164,18 +164,18 @@ impl KeyTextFormat {
 /// Computes the digests that replace secret and long parts.
 pub struct KeyDigester {
     key: hmac::Key,
-    /// The part with the API key of a client, by the configuration.
-    api_key: Option<KeyPart>,
+    /// The parts with API keys of clients, by the configuration.
+    api_keys: Vec<KeyPart>,
 }
 
 impl KeyDigester {
-    /// `key` is common to all gateways that share counters; `api_key` is the part with the API key of a client.
-    pub fn new(key: &[u8], api_key: Option<&KeyPart>) -> KeyDigester {
-        KeyDigester { key: hmac::Key::new(hmac::HMAC_SHA256, key), api_key: api_key.cloned() }
+    /// `key` is common to all gateways that share counters; `api_keys` are the parts with API keys of clients.
+    pub fn new(key: &[u8], api_keys: &[KeyPart]) -> KeyDigester {
+        KeyDigester { key: hmac::Key::new(hmac::HMAC_SHA256, key), api_keys: api_keys.to_vec() }
     }
 
     fn is_api_key(&self, part: &KeyPart) -> bool {
-        self.api_key.as_ref() == Some(part)
+        self.api_keys.contains(part)
     }
 
     fn write_digest(&self, bytes: &[u8], out: &mut String) {
@@ -190,7 +190,7 @@ impl KeyDigester {
 /// The key is not shown.
 impl fmt::Debug for KeyDigester {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("KeyDigester").field("api_key", &self.api_key).finish_non_exhaustive()
+        f.debug_struct("KeyDigester").field("api_keys", &self.api_keys).finish_non_exhaustive()
     }
 }
 
@@ -217,7 +217,7 @@ pub mod tests {
     const V4: KeyPart = IP.of_prefixes(32, 64);
 
     fn digester() -> KeyDigester {
-        KeyDigester::new(b"a key", None)
+        KeyDigester::new(b"a key", &[])
     }
 
     pub fn tokens() -> TokenCache {
@@ -326,7 +326,7 @@ pub mod tests {
     fn a_digest_is_hmac_sha_256() {
         // RFC 4231, test case 2.
         let mut out = String::new();
-        KeyDigester::new(b"Jefe", None).write_digest(b"what do ya want for nothing?", &mut out);
+        KeyDigester::new(b"Jefe", &[]).write_digest(b"what do ya want for nothing?", &mut out);
         assert_eq!(out, "hmac-5bdcc146bf60754e6a042426089575c7");
     }
 
@@ -339,12 +339,12 @@ pub mod tests {
         assert!(is_secret_part(&QUERY.of_name("API_KEY")) && is_secret_part(&COOKIE.of_name("theme")));
         assert!(!is_secret_part(&header("x-user")) && !is_secret_part(&JWT.of_name("sub")));
         let user = headers(&[("x-user", b"bob")]);
-        let configured = KeyDigester::new(b"a key", Some(&header("x-user")));
+        let configured = KeyDigester::new(b"a key", &[header("x-user")]);
         let known =
             |digester: &KeyDigester| text_by(digester, &[header("x-user")], OnMissing::Refuse, "10.0.0.1", &user);
         assert_eq!(known(&digester()), "r|bob");
         assert!(known(&configured).starts_with("r|hmac-"));
-        assert_ne!(known(&configured), known(&KeyDigester::new(b"another key", Some(&header("x-user")))));
+        assert_ne!(known(&configured), known(&KeyDigester::new(b"another key", &[header("x-user")])));
         assert!(!format!("{configured:?}").contains("a key"));
     }
 

@@ -11,7 +11,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
 use super::json_scanner::{Span, unescape};
 use super::log_line::{HeaderSpan, LogLine, LoggedFields};
 use transom_config::Config;
-use transom_config::key_kind::{HEADER, KeyKind, Logged};
+use transom_config::key_kind::{BEARER, HEADER, KeyKind, Logged};
 use transom_http::error::RequestError;
 use transom_http::path_normalize::{self, encode_query};
 use transom_http::request_validation::{is_valid_method, normalized_host};
@@ -33,8 +33,8 @@ pub struct RequestReader {
     digester: KeyDigester,
     /// Whether a key reads the query.
     reads_query: bool,
-    /// The request field with the API key. A log of this gateway names the client instead.
-    api_key_field: Option<HeaderName>,
+    /// The request fields with an API key, each with what is before the key. A log of this gateway names the client instead.
+    api_key_fields: Vec<(HeaderName, &'static str)>,
     /// By name.
     clients: HashMap<String, ClientId>,
     /// Whether requests came by https, where the log does not say.
@@ -96,20 +96,23 @@ impl RequestReader {
             Cost::Fixed(_) | Cost::Request { .. } => None,
         });
         let response = response.collect();
-        let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
-        let api_key_field = api_key.filter(|part| HEADER.has(part)).and_then(KeyPart::name);
-        let api_key_field = api_key_field.and_then(|name| HeaderName::from_bytes(name.as_bytes()).ok());
+        let api_keys = config.clients.as_ref().map_or(&[][..], |clients| &clients.api_key);
+        let field = |part: &KeyPart| match part.name() {
+            Some(name) if HEADER.has(part) => Some((HeaderName::from_bytes(name.as_bytes()).ok()?, "")),
+            _ => BEARER.has(part).then_some((header::AUTHORIZATION, "Bearer ")),
+        };
+        let api_key_fields = api_keys.iter().filter_map(field).collect();
         let known_clients = compiled.clients.iter().flat_map(|plans| plans.clients.enumerate());
         let mut secret = [0; 32];
         getrandom::fill(&mut secret).map_err(|error| format!("no random numbers: {error}"))?;
         Ok(RequestReader {
-            digester: KeyDigester::new(&secret, api_key),
+            digester: KeyDigester::new(&secret, api_keys),
             tokens: compiled.token_checker(),
             reads_query,
             clients: known_clients.map(|(id, client)| (client.name.clone(), id)).collect(),
             is_secure: !config.listen.https.is_empty(),
             fields: LoggedFields { request, response },
-            api_key_field,
+            api_key_fields,
             compiled,
         })
     }
@@ -174,11 +177,11 @@ impl RequestReader {
         }
         let name = std::str::from_utf8(decoded(line.client_name, text, buffer)).ok()?;
         let client = *self.clients.get(name)?;
-        if let Some(field) = &self.api_key_field {
-            if fields.contains_key(field) {
-                return None;
-            }
-            fields.insert(field.clone(), HeaderValue::from_str(name).ok()?);
+        if self.api_key_fields.iter().any(|(field, _)| fields.contains_key(field)) {
+            return None;
+        }
+        if let Some((field, scheme)) = self.api_key_fields.first() {
+            fields.insert(field.clone(), HeaderValue::from_str(&format!("{scheme}{name}")).ok()?);
         }
         Some((name, client))
     }
