@@ -818,7 +818,9 @@ mod tests {
                     Err(failure) => {
                         let is_unknown = matches!(
                             failure.error,
-                            RequestError::KeyUnknown { .. } | RequestError::KeyMissing { .. }
+                            RequestError::KeyUnknown(_)
+                                | RequestError::KeyMissing { .. }
+                                | RequestError::CredentialsMissing(_)
                         );
                         prop_assert!(is_unknown, "{:?}", failure.error);
                         prop_assert_eq!((keyed.keyed_request, keyed.is_refused), (None, true));

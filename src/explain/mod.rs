@@ -100,7 +100,9 @@ pub async fn explain(
                 "the method `{}` is malformed: a method has up to 32 upper-case letters, digits, `-` and `_`",
                 parts.method
             ),
-            (RequestError::KeyUnknown { rule, .. }, _) => format!("{} (rule `{rule}`)", error_text(&error)),
+            (RequestError::KeyUnknown(of) | RequestError::CredentialsMissing(of), _) => {
+                format!("{} (rule `{}`)", error_text(&error), of.rule)
+            }
             (error, _) => error.operator_message(),
         };
     }

@@ -307,7 +307,8 @@ impl Variant {
 /// An error in words for the operator, who may know whether a key names a client.
 pub fn error_text(error: &RequestError) -> String {
     match error {
-        RequestError::KeyUnknown { part, .. } => format!("the value of `{part}` names no client"),
+        RequestError::KeyUnknown(no_client) => format!("the value of `{}` names no client", no_client.part),
+        RequestError::CredentialsMissing(no_client) => format!("the request lacks `{}`", no_client.part),
         error => error.to_string(),
     }
 }

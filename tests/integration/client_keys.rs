@@ -265,3 +265,41 @@ fn tokens_and_opaque_keys_come_in_one_field() {
     assert_eq!(detail(&forged), "the token's signature is not valid");
     assert_eq!(gateway.metrics().sum("transom_request_errors_total", &[("error", "token")]), 2);
 }
+
+#[test]
+fn a_request_without_credentials_is_told_what_the_api_needs() {
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
+    let section = format!("{}{SECTION}subject = \"jwt:sub\"\n", issuer.keys(&scratch));
+    let both = config(REFUSE).replace(SECTION, &section);
+    let token = "a token in the field authorization, after `Bearer`";
+    let basic = SECTION.replace("api_key = \"header:x-api-key\"", "subject = \"basic-user\"");
+    for (toml, keys, needs, challenge) in [
+        (config(REFUSE), "api_keys", "an API key in the field x-api-key", "Key"),
+        (
+            config(REFUSE).replace("\"header:x-api-key\"", "[\"cookie:k\", \"bearer\", \"query:k\"]"),
+            "api_keys",
+            "an API key in the cookie k or an API key in the field authorization, after `Bearer` or an API key in the \
+             parameter k of the query",
+            "Key, Bearer realm=\"gateway\"",
+        ),
+        (both, "api_keys", &format!("an API key in the field x-api-key or {token}"), "Key, Bearer realm=\"gateway\""),
+        (
+            config(REFUSE).replace(SECTION, &basic),
+            "subjects",
+            "a user name in the field authorization, after `Basic`",
+            "Basic realm=\"gateway\"",
+        ),
+    ] {
+        let clients = format!("[clients.acme]\nplan = \"gold\"\n{keys} = [\"{}\"]\n", Digest::of(b"a1"));
+        let gateway = Gateway::start_with(&toml, &clients);
+        let missing = gateway.get("/a").expect(401);
+        assert_eq!(missing.problem()["detail"], format!("this API needs {needs}"));
+        assert_eq!(missing.field("www-authenticate"), Some(challenge));
+    }
+    // Nothing that a request could add.
+    let networks = config(REFUSE).replace("api_key = \"header:x-api-key\"\n", "");
+    let gateway = Gateway::start_with(&networks, "[clients.acme]\nplan = \"gold\"\nnetworks = [\"10.0.0.0/8\"]\n");
+    let missing = gateway.get("/a").expect(400);
+    assert_eq!(missing.problem()["detail"], "the address belongs to no client of this API");
+    assert_eq!(missing.field("www-authenticate"), None);
+}

@@ -18,7 +18,7 @@ use fastrand::Rng;
 
 use crate::support::client::{Client, HttpResponse};
 use crate::support::counting_model::{
-    Cost, Decision, Key, Kind, Layer, MissingKey, Model, Ms, Period, Request, Route, Rule, Sharing,
+    BAD_STATUS, Cost, Decision, Key, Kind, Layer, MissingKey, Model, Ms, Period, Request, Route, Rule, Sharing,
 };
 use crate::support::gateway::Gateway;
 use crate::support::process::Process;
@@ -498,7 +498,7 @@ fn check(
     };
     let expected_status = match decision {
         decision if decision.is_refused() => 429,
-        decision if decision.is_bad => 400,
+        decision if decision.is_bad => BAD_STATUS,
         _ => request.status,
     };
     if response.status != expected_status {

@@ -51,7 +51,7 @@ fn an_unknown_key_is_refused_with_401_and_charges_the_other_rules() {
         assert_eq!(unknown.field("www-authenticate"), Some("Key"));
         let problem = unknown.problem();
         assert_eq!((&problem["status"], &problem["title"]), (&json!(401), &json!("Unauthorized")));
-        assert!(problem["detail"].as_str().unwrap().contains("header:x-api-key"), "{problem}");
+        assert_eq!(problem["detail"], "the API key in the field x-api-key is not known here");
         assert!(!unknown.text().contains("guess"));
         assert_eq!(items(&unknown, "ratelimit").len(), 1, "the rule by key shows nothing");
         assert_eq!(remaining(&unknown, "address"), left);
@@ -88,8 +88,12 @@ fn a_missing_key_is_not_an_unknown_one() {
     let gateway = Gateway::start_with(&config("refuse", "ip", 100), &client_toml("acme", "abc"));
     assert_eq!(remaining(&gateway.get("/a").expect(200), "key"), 9, "counted by address");
     let gateway = Gateway::start_with(&config("refuse", "refuse", 100), &client_toml("acme", "abc"));
-    gateway.get("/a").expect(400);
+    let missing = gateway.get("/a").expect(401);
+    assert_eq!(missing.field("www-authenticate"), Some("Key"));
+    assert_eq!(missing.problem()["detail"], "this API needs an API key in the field x-api-key");
     get(&gateway, "guess").expect(401);
+    let count = |error| gateway.metrics().sum("transom_request_errors_total", &[("error", error)]);
+    assert_eq!((count("credentials_missing"), count("key_unknown"), count("key_missing")), (1, 1, 0));
 }
 
 #[test]
@@ -107,8 +111,8 @@ fn an_unknown_key_can_count_as_missing() {
         assert_eq!(items(&get(&gateway, "one").expect(200), "ratelimit").len(), 1);
     }
     let gateway = Gateway::start_with(&config("missing", "refuse", 100), &clients);
-    let refused = get(&gateway, "one").expect(400);
-    assert_eq!((refused.field("www-authenticate"), remaining(&refused, "address")), (None, 99));
+    let refused = get(&gateway, "one").expect(401);
+    assert_eq!((refused.field("www-authenticate"), remaining(&refused, "address")), (Some("Key"), 99));
 }
 
 #[test]
@@ -126,7 +130,7 @@ fn invented_keys_get_no_quota_and_no_counter() {
     let clients = client_toml("acme", "abc");
     for (on_unknown_key, on_missing_key, status, live) in [
         ("refuse", "ip", 401, 1),
-        ("missing", "refuse", 400, 1),
+        ("missing", "refuse", 401, 1),
         ("missing", "skip", 200, 1),
         ("missing", "ip", 429, 2),
     ] {
@@ -348,7 +352,7 @@ fn access_log_and_metrics_name_the_client() {
     assert_eq!(column("client_name"), [json!("acme"), json!("acme"), json!("acme"), Value::Null, Value::Null]);
     assert_eq!(column("plan"), [json!("gold"), json!("gold"), json!("gold"), Value::Null, Value::Null]);
     assert_eq!(column("status"), [200, 200, 429, 401, 200]);
-    assert!(lines[3]["error"].as_str().unwrap().contains("header:x-api-key"), "{}", lines[3]);
+    assert!(lines[3]["error"].as_str().unwrap().contains("x-api-key"), "{}", lines[3]);
     assert!(!text().contains("guess") && !text().contains("abc"));
     let metrics = gateway.metrics();
     let count = |client, outcome| {

@@ -10,6 +10,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 pub type Ms = u64;
 
 const DAY_MS: Ms = 86_400_000;
+/// Of the response to a request whose key is missing: the keys are subjects of clients.
+pub const BAD_STATUS: u16 = 401;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Period {
@@ -352,8 +354,8 @@ impl Model {
                 }
                 continue;
             }
-            // The response of the gateway to a bad request has status 400 and states no cost.
-            let status = if is_bad { 400 } else { request.status };
+            // The response of the gateway to a bad request states no cost.
+            let status = if is_bad { BAD_STATUS } else { request.status };
             let is_counted = rule.counted_statuses.as_ref().is_none_or(|counted| counted.contains(&status));
             let stated = match (rule.cost, request.response_cost) {
                 (Cost::ResponseField { max, .. }, Some(cost)) if !is_bad => cost.min(max),

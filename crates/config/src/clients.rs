@@ -219,9 +219,9 @@ fn read_key_source(
 ) -> Option<KeyPart> {
     let part = key::read_part(word, report)?;
     match KeyKind::of(&part).identifies {
-        Identifies::ApiKeyOrSubject => return Some(part),
-        Identifies::Subject if is_subject => return Some(part),
-        Identifies::Subject | Identifies::Nothing => {}
+        Identifies::ApiKeyOrSubject(_) => return Some(part),
+        Identifies::Subject(_) if is_subject => return Some(part),
+        Identifies::Subject(_) | Identifies::Nothing => {}
     }
     let message = format!("`{}` cannot be {}: it does not identify a client", item.key, quoted(word.text));
     report.reject(word.span.clone(), message, item.fix_with(example))

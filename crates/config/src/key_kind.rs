@@ -114,11 +114,42 @@ pub enum Variety {
 }
 
 /// What the part can be in `[clients]`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy)]
 pub enum Identifies {
     Nothing,
-    Subject,
-    ApiKeyOrSubject,
+    Subject(Credentials),
+    ApiKeyOrSubject(Credentials),
+}
+
+/// How callers are told of a part that identifies clients.
+#[derive(Clone, Copy)]
+pub struct Credentials {
+    /// What the part is as a subject.
+    pub subject: &'static str,
+    /// Where requests have it, by the name of the part.
+    pub place: fn(&str) -> String,
+    /// `WWW-Authenticate` for requests without the part; `None`: no response can ask for it.
+    pub challenge_if_missing: Option<&'static str>,
+    /// `WWW-Authenticate` for requests whose part belongs to no client.
+    pub challenge_if_unknown: &'static str,
+}
+
+/// The challenge for a bearer token that is not accepted (RFC 6750, section 3).
+pub const INVALID_TOKEN: &str = "Bearer error=\"invalid_token\"";
+
+/// An API key or a user name. No scheme is registered for API keys. With `Basic`, a browser would ask for a password.
+const fn key_in(place: fn(&str) -> String) -> Credentials {
+    Credentials { subject: "user name", place, challenge_if_missing: Some("Key"), challenge_if_unknown: "Key" }
+}
+
+/// What follows `Bearer`.
+const fn bearer(subject: &'static str) -> Credentials {
+    Credentials {
+        subject,
+        place: |_| String::from("the field authorization, after `Bearer`"),
+        challenge_if_missing: Some("Bearer realm=\"gateway\""),
+        challenge_if_unknown: INVALID_TOKEN,
+    }
 }
 
 /// How a value is written.
@@ -214,7 +245,7 @@ pub static HEADER: KeyKind = KeyKind {
     presence: Presence::Optional,
     is_secret: |name| SECRET_FIELDS.contains(&name) || is_secret_name(name),
     variety: Variety::Any,
-    identifies: Identifies::ApiKeyOrSubject,
+    identifies: Identifies::ApiKeyOrSubject(key_in(|name| format!("the field {name}"))),
     not_hashed: None,
     value: ValueForm::Text(|text| match () {
         () if text.is_empty() || text.trim() != text => Some("write the value of the field, without spaces around it"),
@@ -233,7 +264,7 @@ pub static COOKIE: KeyKind = KeyKind {
     presence: Presence::Optional,
     is_secret: |_| true,
     variety: Variety::Any,
-    identifies: Identifies::ApiKeyOrSubject,
+    identifies: Identifies::ApiKeyOrSubject(key_in(|name| format!("the cookie {name}"))),
     not_hashed: None,
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
@@ -248,7 +279,7 @@ pub static QUERY: KeyKind = KeyKind {
     presence: Presence::Optional,
     is_secret: is_secret_name,
     variety: Variety::Any,
-    identifies: Identifies::ApiKeyOrSubject,
+    identifies: Identifies::ApiKeyOrSubject(key_in(|name| format!("the parameter {name} of the query"))),
     not_hashed: None,
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
@@ -263,7 +294,7 @@ pub static BEARER: KeyKind = KeyKind {
     presence: Presence::Optional,
     is_secret: |_| true,
     variety: Variety::Any,
-    identifies: Identifies::ApiKeyOrSubject,
+    identifies: Identifies::ApiKeyOrSubject(bearer("user name")),
     not_hashed: None,
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
@@ -293,7 +324,7 @@ pub static JWT: KeyKind = KeyKind {
     presence: Presence::Optional,
     is_secret: |_| false,
     variety: Variety::Many,
-    identifies: Identifies::ApiKeyOrSubject,
+    identifies: Identifies::ApiKeyOrSubject(bearer("token")),
     not_hashed: Some("a claim cannot be hashed: tokens are verified only for rules that count by a claim"),
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
@@ -312,7 +343,12 @@ pub static BASIC_USER: KeyKind = KeyKind {
     presence: Presence::Optional,
     is_secret: |_| false,
     variety: Variety::Many,
-    identifies: Identifies::Subject,
+    identifies: Identifies::Subject(Credentials {
+        subject: "user name",
+        place: |_| String::from("the field authorization, after `Basic`"),
+        challenge_if_missing: Some("Basic realm=\"gateway\""),
+        challenge_if_unknown: "Basic realm=\"gateway\"",
+    }),
     not_hashed: None,
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
@@ -327,7 +363,12 @@ pub static CLIENT_CERT: KeyKind = KeyKind {
     presence: Presence::WithCertificate,
     is_secret: |_| false,
     variety: Variety::Many,
-    identifies: Identifies::Subject,
+    identifies: Identifies::Subject(Credentials {
+        subject: "certificate",
+        place: |_| String::from("the TLS connection"),
+        challenge_if_missing: None,
+        challenge_if_unknown: "Key",
+    }),
     not_hashed: None,
     value: ValueForm::Fingerprint,
     example_value: "9f86d081…",

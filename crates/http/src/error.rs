@@ -83,10 +83,9 @@ pub enum RequestError {
         part: String,
     },
     /// A part of a rule's key names no client, and the rule has `on_unknown_key = "refuse"`.
-    KeyUnknown {
-        rule: String,
-        part: String,
-    },
+    KeyUnknown(Box<NoClient>),
+    /// The request lacks the part of a rule's key that names its client.
+    CredentialsMissing(Box<NoClient>),
     /// The field with the cost of the request is malformed or exceeds the maximum.
     Cost {
         rule: String,
@@ -133,6 +132,18 @@ impl RequestError {
     pub const WEBSOCKET_NOT_SERVED: RequestError = RequestError::Protocol("this route does not serve WebSocket");
     /// Other servers may not accept a bare line feed as the end of a line.
     pub const BARE_LINE_FEED: RequestError = RequestError::Framing("a line ends in a line feed alone");
+}
+
+/// A request of no client.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct NoClient {
+    pub rule: String,
+    /// The part of a key, as configured.
+    pub part: String,
+    /// What is wrong, in words for the caller.
+    pub detail: String,
+    /// Of `WWW-Authenticate`.
+    pub challenge: String,
 }
 
 /// What all errors of one kind have in common.
@@ -223,6 +234,7 @@ error_kinds! {
     StreamRefused      "stream_refused"       Client   503 Unavailable       Quiet   false,
     KeySetUnavailable  "key_set_unavailable"  Gateway  503 Unavailable       Warning false,
     OriginalRequest    "original_request"     Client   400 Internal          Quiet   true,
+    CredentialsMissing "credentials_missing"  Client   401 Unauthenticated   Quiet   false,
 }
 
 impl RequestError {
@@ -276,9 +288,11 @@ impl RequestError {
             RequestError::KeyMissing { rule, .. }
             | RequestError::KeyAmbiguous { rule, .. }
             | RequestError::KeyMalformed { rule, .. }
-            | RequestError::KeyUnknown { rule, .. }
             | RequestError::Cost { rule, .. } => {
                 format!("{self} (rule `{rule}`)")
+            }
+            RequestError::KeyUnknown(no_client) | RequestError::CredentialsMissing(no_client) => {
+                format!("{self} (rule `{}`, `{}`)", no_client.rule, no_client.part)
             }
             other => other.to_string(),
         }
@@ -311,6 +325,10 @@ impl fmt::Display for RequestError {
                 write!(f, "the request that the proxy asks about is not clear: {problem}")
             }
             RequestError::RouteField(field) => write!(f, "the request gives `{field}` more than once"),
+            // Clients are known by nothing but their addresses.
+            RequestError::KeyMissing { part, .. } if part == "client" => {
+                f.write_str("the address belongs to no client of this API")
+            }
             RequestError::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
             RequestError::KeyAmbiguous { part, .. } => {
                 write!(f, "the request gives `{part}` more than once, or in a form that servers read differently")
@@ -321,7 +339,9 @@ impl fmt::Display for RequestError {
             RequestError::KeyMalformed { part, .. } => {
                 write!(f, "`{part}` contains bytes other than printable ASCII")
             }
-            RequestError::KeyUnknown { part, .. } => write!(f, "the value of `{part}` is not known here"),
+            RequestError::KeyUnknown(no_client) | RequestError::CredentialsMissing(no_client) => {
+                f.write_str(&no_client.detail)
+            }
             RequestError::Cost { field, max, .. } => write!(f, "`{field}` is not one whole number from 0 to {max}"),
             RequestError::Body => f.write_str("the body of the request is incomplete or malformed"),
             RequestError::BodyTimeout => f.write_str("the body of the request took too long"),

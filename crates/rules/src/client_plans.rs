@@ -12,7 +12,8 @@ use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::{ClientId, PlanId};
 use transom_config::clients::{Client, Clients};
 use transom_config::key::OnUnknownKey;
-use transom_config::key_kind::{CLIENT, number as kind};
+use transom_config::key_kind::{CLIENT, Credentials, Identifies, KeyKind, number as kind};
+use transom_http::error::{NoClient, RequestError};
 use transom_http::request_values::bearer_token;
 use transom_jwt::token::{TokenError, may_be_token};
 use transom_limiter::handles::{Handle as _, IdVec};
@@ -55,6 +56,8 @@ struct ClientSource {
     source: KeySource,
     /// For error messages.
     name: String,
+    /// What it is, for callers.
+    noun: &'static str,
 }
 
 impl ClientPlans {
@@ -69,15 +72,19 @@ impl ClientPlans {
         by_name.sort_unstable_by_key(|client| &clients[*client].name);
         let all = || configured.list.iter().zip(clients.ids());
         // Path parameters belong to one route and cannot name a client.
-        let source = |part: &KeyPart| ClientSource {
+        let source = |part: &KeyPart, is_api_key: bool| ClientSource {
             part: part.clone(),
             source: KeySource::new(part, &[]),
             name: part.to_string(),
+            noun: match credentials_of(part) {
+                Some(credentials) if !is_api_key => credentials.subject,
+                _ => "API key",
+            },
         };
         ClientPlans {
-            api_keys: configured.api_key.iter().map(source).collect(),
+            api_keys: configured.api_key.iter().map(|part| source(part, true)).collect(),
             by_api_key: all().flat_map(|(client, id)| client.api_keys.iter().map(move |key| (*key, id))).collect(),
-            subject: configured.subject.as_ref().map(source),
+            subject: configured.subject.as_ref().map(|part| source(part, false)),
             by_subject: all()
                 .flat_map(|(client, id)| client.subjects.iter().map(move |subject| (subject.as_bytes().into(), id)))
                 .collect(),
@@ -123,6 +130,49 @@ impl ClientPlans {
             }
         }
         Ok((None, Named::Absent))
+    }
+
+    /// The parts that name clients: all for the part `client`, otherwise the one of this name.
+    fn sources_of(&self, part: &str) -> impl Iterator<Item = &ClientSource> {
+        let is_named = move |source: &&ClientSource| part == CLIENT.part.name || source.name == part;
+        self.api_keys.iter().chain(&self.subject).filter(is_named)
+    }
+
+    /// The error of a request that lacks a part of the key of a rule; `None` if the part names no client.
+    #[cold]
+    pub fn missing_credentials(&self, rule: &str, part: &str) -> Option<RequestError> {
+        let (mut needs, mut challenges) = (Vec::new(), Vec::new());
+        for source in self.sources_of(part) {
+            let credentials = credentials_of(&source.part)?;
+            let Some(challenge) = credentials.challenge_if_missing else { continue };
+            let article = if source.noun.starts_with('A') { "an" } else { "a" };
+            needs.push(format!("{article} {} in {}", source.noun, source.place()));
+            if !challenges.contains(&challenge) {
+                challenges.push(challenge);
+            }
+        }
+        (!needs.is_empty()).then(|| {
+            RequestError::CredentialsMissing(Box::new(NoClient {
+                rule: rule.to_owned(),
+                part: part.to_owned(),
+                detail: format!("this API needs {}", needs.join(" or ")),
+                challenge: challenges.join(", "),
+            }))
+        })
+    }
+
+    /// The error of a request whose value of a part of a rule's key belongs to no client.
+    #[cold]
+    pub fn unknown_key(&self, rule: &str, part: &str) -> RequestError {
+        let source = self.sources_of(part).next();
+        let credentials = source.and_then(|source| credentials_of(&source.part));
+        let detail = source.map(|source| format!("the {} in {} is not known here", source.noun, source.place()));
+        RequestError::KeyUnknown(Box::new(NoClient {
+            rule: rule.to_owned(),
+            part: part.to_owned(),
+            detail: detail.unwrap_or_default(),
+            challenge: credentials.map(|credentials| credentials.challenge_if_unknown).unwrap_or_default().to_owned(),
+        }))
     }
 
     /// Whether the subject is a claim.
@@ -387,7 +437,20 @@ fn look_up<'s>(
     }
 }
 
+/// How callers are told of a part that identifies clients.
+fn credentials_of(part: &KeyPart) -> Option<Credentials> {
+    match KeyKind::of(part).identifies {
+        Identifies::ApiKeyOrSubject(credentials) | Identifies::Subject(credentials) => Some(credentials),
+        Identifies::Nothing => None,
+    }
+}
+
 impl ClientSource {
+    /// Where requests have it, for callers.
+    fn place(&self) -> String {
+        credentials_of(&self.part).map_or(String::new(), |of| (of.place)(self.part.name().unwrap_or_default()))
+    }
+
     /// Whether this part of the request is a token, which is verified. What only looks like one is not.
     fn has_valid_token<'s>(&'s self, request: &RequestAttributes<'_>) -> Result<bool, LookupError<'s>> {
         let Some(token) = self.bearer_of(request).filter(|token| may_be_token(token)) else { return Ok(false) };

@@ -259,7 +259,7 @@ impl RuleKey {
             // A rule by client knows no other client than the one that it counts.
             true => clients.plan_of_identity(request),
         };
-        let plan = plan.map_err(|(part, error)| self.request_error(part, &error))?;
+        let plan = plan.map_err(|(part, error)| self.request_error(clients, part, &error))?;
         Ok(RuleTreatment::Variant(overrides.variant_of(plan)))
     }
 
@@ -296,12 +296,12 @@ impl RuleKey {
             (true, MissingPart::Skip) => Ok(None),
             (true, MissingPart::Fallback(key)) => {
                 let found = key.hash(request, clients).map(Some);
-                found.map_err(|failed| self.request_error(&key.part_name(&failed), &failed.error))
+                found.map_err(|failed| self.request_error(clients, &key.part_name(&failed), &failed.error))
             }
             (is_missing, _) => {
                 let error = if is_missing { KeyError::Missing } else { failed.error };
                 let failed = PartError { error, ..failed };
-                Err(self.request_error(&self.key.failed_part(&failed, request, clients), &failed.error))
+                Err(self.request_error(clients, &self.key.failed_part(&failed, request, clients), &failed.error))
             }
         }
     }
@@ -391,15 +391,23 @@ impl RuleKey {
     }
 
     #[cold]
-    fn request_error(&self, part: &str, error: &KeyError) -> RequestError {
+    fn request_error(&self, clients: &ClientLookup<'_>, part: &str, error: &KeyError) -> RequestError {
+        let of_clients = match (error, clients.plans) {
+            (KeyError::Missing, Some(plans)) => plans.missing_credentials(&self.rule, part),
+            (KeyError::Unknown, Some(plans)) => Some(plans.unknown_key(&self.rule, part)),
+            _ => None,
+        };
+        if let Some(error) = of_clients {
+            return error;
+        }
         let (rule, part) = (self.rule.clone(), part.to_owned());
         match *error {
-            KeyError::Missing => RequestError::KeyMissing { rule, part },
+            // Without a clients file, no key is unknown.
+            KeyError::Missing | KeyError::Unknown => RequestError::KeyMissing { rule, part },
             KeyError::Ambiguous => RequestError::KeyAmbiguous { rule, part },
             KeyError::RepeatedAuthorization => RequestError::KeyAmbiguous { rule, part: String::from("authorization") },
             KeyError::InvalidEscape => RequestError::Query("the query contains a `%` without two hex digits"),
             KeyError::NotPrintable | KeyError::MalformedCredentials => RequestError::KeyMalformed { rule, part },
-            KeyError::Unknown => RequestError::KeyUnknown { rule, part },
             KeyError::Token(TokenError::KeysUnavailable) => RequestError::KeySetUnavailable,
             KeyError::Token(error) => RequestError::Token(error.reason()),
         }

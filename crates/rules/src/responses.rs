@@ -18,6 +18,7 @@ use transom_http::error::{DecisionError, GrpcCode, RequestError};
 use transom_http::http1_head::{self, Framing};
 use transom_http::request_id::{RequestId, X_REQUEST_ID};
 
+use transom_config::key_kind::INVALID_TOKEN;
 use transom_config::response_body::{Body, RefusalVariable, split_refusal_variables};
 use transom_limiter::charge_plan::{LayerCharge, LayerRef};
 use transom_limiter::concurrency::{ConcurrencyUsage, SlotState};
@@ -35,7 +36,6 @@ const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-p
 const RESOURCE_POLICY: HeaderName = HeaderName::from_static("cross-origin-resource-policy");
 /// The usual methods. Routes accept every method other than CONNECT and TRACE.
 const ALLOW: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS");
-const INVALID_TOKEN: &str = "Bearer error=\"invalid_token\"";
 const QUOTA_EXCEEDED: &str = "Request cannot be satisfied as assigned quota has been exceeded";
 const QUOTA_TOO_SMALL: &str = "Request can never be satisfied as it costs more than the assigned quota";
 
@@ -304,20 +304,18 @@ pub fn error_response(error: &RequestError) -> LocalResponse {
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     }
     if let Some(challenge) = challenge(error) {
-        response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
+        response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);
     }
     response
 }
 
 /// The challenge that a 401 must have (RFC 9110, section 15.5.2).
-fn challenge(error: &RequestError) -> Option<&'static str> {
+fn challenge(error: &RequestError) -> Option<HeaderValue> {
     match error {
-        // RFC 6750, section 3.
-        RequestError::Token(_) => Some(INVALID_TOKEN),
-        RequestError::KeyUnknown { part, .. } if part.starts_with("jwt:") || part == "bearer" => Some(INVALID_TOKEN),
-        RequestError::KeyUnknown { part, .. } if part == "basic-user" => Some("Basic realm=\"gateway\""),
-        // No scheme is registered for API keys. With `Basic`, a browser would ask for a password.
-        RequestError::KeyUnknown { .. } => Some("Key"),
+        RequestError::Token(_) => Some(HeaderValue::from_static(INVALID_TOKEN)),
+        RequestError::KeyUnknown(no_client) | RequestError::CredentialsMissing(no_client) => {
+            HeaderValue::from_str(&no_client.challenge).ok()
+        }
         _ => None,
     }
 }
