@@ -721,7 +721,7 @@ mod tests {
             client("gamma", "silver", &[], &["user-of-gamma"], &[]),
         ];
         let api_key = api_key.into_iter().collect();
-        ClientPlans::new(&Clients { file: "clients.toml".into(), api_key, subject, list })
+        ClientPlans::new(&Clients { file: "clients.toml".into(), api_key, subject, token_plans: None, list })
     }
 
     fn value(part: &KeyPart, [address, api_key, user]: [&str; 3]) -> String {

@@ -34,6 +34,9 @@ impl ServedConfig {
     ) -> Arc<ServedConfig> {
         let compiled = CompiledConfig::new(config, seed, rule_set, published_keys);
         let CompiledConfig { rule_set, overrides, digester, clients, client_checks, .. } = &compiled;
+        let log =
+            |plan: &str| tracing::warn!(plan, "a token names a plan that no rule defines: its subject is not known");
+        clients.iter().for_each(|clients| _ = clients.on_undefined_plan.set(log));
         let decision_service = DecisionService::new(rule_set, overrides, seed, digester.clone());
         let decision_service = decision_service.with_clients(clients.as_ref(), client_checks.clone());
         Arc::new(ServedConfig { compiled, upstream_health: upstream_health.into(), decision_service })

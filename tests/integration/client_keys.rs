@@ -6,11 +6,11 @@ use std::process::Command;
 use serde_json::{Value, json};
 use transom_limiter::secret_digest::Digest;
 
-use crate::support::client::HttpResponse;
+use crate::support::client::{Client, HttpResponse};
 use crate::support::gateway::{Gateway, with_listen};
 use crate::support::http2_client::Http2Client;
 use crate::support::jwt_issuer::Issuer;
-use crate::support::process::BINARY;
+use crate::support::process::{BINARY, Process};
 use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::{TempDir, eventually, one_rule};
 
@@ -302,4 +302,40 @@ fn a_request_without_credentials_is_told_what_the_api_needs() {
     let missing = gateway.get("/a").expect(400);
     assert_eq!(missing.problem()["detail"], "the address belongs to no client of this API");
     assert_eq!(missing.field("www-authenticate"), None);
+}
+
+#[test]
+fn a_token_names_the_plan_of_a_subject_without_client() {
+    let issuer = Issuer::new();
+    let scratch = TempDir::new();
+    let section = format!("{}{SECTION}subject = \"jwt:sub\"\nplan = \"jwt:plan\"\n", issuer.keys(&scratch));
+    let toml = config(REFUSE).replace(SECTION, &section).replace("rules = [\"c\"", "rules = [\"c\", \"s\"")
+        + "[rules.s]\nkey = \"jwt:sub\"\non_missing_key = \"skip\"\nwindows = [\"10/366d\"]\n\
+           plans.gold.windows = [\"200/366d\"]\n";
+    let clients = client_toml("acme", "silver", &["a1"], "subjects = [\"alice\"]\nnetworks = [\"127.0.0.0/8\"]")
+        + &client_toml("dave", "silver", &["d1"], "");
+    let process = Process::spawn_with(&toml, &clients);
+    let request = |claims: Value| {
+        let token = issuer.token("HS256", &claims);
+        process.client().get_with("/a", &[("Authorization", &format!("Bearer {token}"))])
+    };
+    for left in [99, 98] {
+        let found = request(json!({"sub": "dave", "plan": "gold"})).expect(200);
+        assert_eq!((remaining(&found, "c"), remaining(&found, "s")), (left, left + 100), "the plan of the token");
+    }
+    // A client of the name of a subject has another counter, and a subject of a client has the plan of the client.
+    let by_key = process.client().get_with("/a", &[("X-API-Key", "d1")]).expect(200);
+    assert_eq!(remaining(&by_key, "c-30d"), 4);
+    assert_eq!(remaining(&request(json!({"sub": "alice", "plan": "gold"})).expect(200), "c-30d"), 4);
+    for claims in [json!({"sub": "eve"}), json!({"sub": "eve", "plan": "platinum"}), json!({"plan": "gold"})] {
+        for _ in 0..2 {
+            let unknown = request(claims.clone()).expect(401);
+            assert_eq!(unknown.field("www-authenticate"), Some("Bearer error=\"invalid_token\""), "{claims}");
+        }
+    }
+    let log = process.wait_for_stderr("a token names a plan that no rule defines");
+    assert_eq!(log.matches("platinum").count(), 1, "{log}");
+    let query = json!({"rule": "c", "key": "subject:dave"}).to_string();
+    let value = Client::connect(process.admin).request("POST", "/v1/value", &[("Host", "127.0.0.1")], query.as_bytes());
+    assert_eq!(value.expect(200).json()["count"], 2);
 }

@@ -3,15 +3,15 @@
 //! The clients file may contain an API key in plain text by mistake. Problems give the position in that file, and never
 //! show a line or a value that could be a secret.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
 
 use toml::de::{DeTable, DeValue};
 
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::key::{self, OnUnknownKey};
-use super::key_kind::{CLIENT_CERT, Identifies, KeyKind};
+use super::key_kind::{CLIENT_CERT, Identifies, JWT, KeyKind};
 use super::listen::ClientCerts;
 use super::rule::CheckedRule;
 use super::settings::{Custom, Required, Section, Shape, Text, Texts, section_table};
@@ -29,6 +29,7 @@ const ALREADY_DEFINED: &str = "this name is already defined";
 const SYNTAX_FIX: &str = "a line is `key = value` or `[table]`; texts go in quotes";
 const API_KEY: &str = "\"header:x-api-key\"";
 const SUBJECT: &str = "\"jwt:sub\"";
+const PLAN_CLAIM: &str = "\"jwt:plan\"";
 
 settings! {
     /// Clients, and the parts of a request that identify them.
@@ -51,6 +52,9 @@ settings! {
                 read_key_source(item, &word, SUBJECT, true, report).map(Some)
             },
         );
+        /// The claim with the plan of a verified token whose subject no client has. If some rule defines the plan, the subject
+        /// is known, and rules by `"client"` count it as `subject:VALUE`, apart from the clients.
+        plan: Option<KeyPart> = Custom::or_empty(Shape::Text("`\"jwt:CLAIM\"`"), read_plan_claim);
     }
 }
 
@@ -78,8 +82,18 @@ pub struct Clients {
     pub api_key: Vec<KeyPart>,
     /// The part of a request that names the subject on whose behalf it is made.
     pub subject: Option<KeyPart>,
+    /// The plans of tokens whose subject no client has.
+    pub token_plans: Option<TokenPlans>,
     /// In the order of the file.
     pub list: Vec<Client>,
+}
+
+/// How tokens name their plan.
+#[derive(Clone, PartialEq, Debug)]
+pub struct TokenPlans {
+    pub claim: KeyPart,
+    /// The plans that rules define, sorted.
+    pub defined: Vec<String>,
 }
 
 /// One client: requests with one of its API keys or subjects, or from one of its networks.
@@ -118,8 +132,13 @@ pub fn read_clients(
     report: &mut Report,
 ) -> Option<Clients> {
     let mut table = section_table(item, report)?;
-    let ClientsSettings { file, api_key, subject } = ClientsSettings::read(&mut table, report);
+    let ClientsSettings { file, api_key, subject, plan } = ClientsSettings::read(&mut table, report);
     let (api_key_item, subject_item) = (table.given("api_key"), table.given("subject"));
+    let is_claim = subject.as_ref().is_some_and(|part| JWT.has(part));
+    if let (Some(item), false, true) = (table.given("plan"), is_claim, subject.is_some() || table.lacks("subject")) {
+        let message = "`plan` has no effect: `subject` is no claim of a token";
+        report.missing(item.key_span, message, "add `subject = \"jwt:sub\"`, or remove it");
+    }
     table.finish(report);
     let is_cert = subject.as_ref().is_some_and(|part| CLIENT_CERT.has(part));
     if let (true, ClientCerts::Never, Some(item)) = (is_cert, certs, &subject_item) {
@@ -144,7 +163,11 @@ pub fn read_clients(
     };
     let list = reader.read_file(&text, &mut file_report);
     report.append(file_report);
-    Some(Clients { file: path, api_key, subject, list })
+    let token_plans = plan.map(|claim| {
+        let defined: BTreeSet<&str> = plans.names.iter().copied().collect();
+        TokenPlans { claim, defined: defined.into_iter().map(str::to_owned).collect() }
+    });
+    Some(Clients { file: path, api_key, subject, token_plans, list })
 }
 
 /// Reports rules by client without clients.
@@ -194,6 +217,16 @@ pub fn report_unused_on_unknown_key(
         };
         report.missing(span.clone(), format!("`on_unknown_key` has no effect: {reason}"), fix);
     }
+}
+
+fn read_plan_claim(item: &Item, report: &mut Report) -> Option<Option<KeyPart>> {
+    let word = item.string(PLAN_CLAIM, report)?;
+    let part = key::read_part(&word, report)?;
+    if !JWT.has(&part) {
+        let message = format!("`plan` cannot be {}: only a verified token can name a plan", quoted(word.text));
+        return report.reject(word.span, message, item.fix_with(PLAN_CLAIM));
+    }
+    Some(Some(part))
 }
 
 fn read_api_key_sources(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {

@@ -377,7 +377,7 @@ fn first_claim<'d>(rules: Option<&Item<'d>>, clients: Option<&Item<'d>>) -> Opti
     let rules = rules.into_iter().flat_map(Item::tables).flat_map(|rules| rules.items());
     let keys = rules.flat_map(|rule| rule.tables()).filter_map(|rule| rule.given("key"));
     let clients = clients.into_iter().flat_map(Item::tables);
-    let sources = clients.flat_map(|clients| ["api_key", "subject"].map(|key| clients.given(key))).flatten();
+    let sources = clients.flat_map(|clients| ["api_key", "subject", "plan"].map(|key| clients.given(key))).flatten();
     let words = keys.chain(sources).flat_map(|item| item.words());
     let is_claim = |word: &SpannedStr| word.text.strip_prefix("jwt:").is_some_and(|claim| !claim.is_empty());
     words.filter(is_claim).min_by_key(|word| word.span.start)

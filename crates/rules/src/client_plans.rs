@@ -7,6 +7,9 @@
 use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
+use std::sync::{Mutex, OnceLock};
+
+use smallvec::SmallVec;
 
 use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::{ClientId, PlanId};
@@ -24,10 +27,15 @@ use transom_limiter::secret_digest::Digest;
 /// Upper bound of API keys. A longer value is unknown, and is not digested.
 pub const SECRET_MAX_BYTES: usize = 4096;
 
+/// What precedes a subject of no client in a key. Names of clients have no colon.
+const SUBJECT: &str = "subject:";
+/// Plans that no rule defines are logged up to this number.
+const UNDEFINED_PLANS_MAX: usize = 64;
+
 /// The compiled clients file.
 #[derive(Debug)]
 pub struct ClientPlans {
-    /// Names of the plans that have a client, sorted.
+    /// Names of the plans that a client can have, sorted.
     pub plans: IdVec<PlanId, String>,
     /// In the order of the file.
     pub clients: IdVec<ClientId, KnownClient>,
@@ -38,6 +46,12 @@ pub struct ClientPlans {
     subject: Option<ClientSource>,
     by_subject: HashMap<Box<[u8]>, ClientId>,
     by_network: Networks<ClientId>,
+    /// The claim with the plan of a subject that no client has.
+    plan_claim: Option<KeySource>,
+    /// Logs a plan of a token that no rule defines.
+    pub on_undefined_plan: OnceLock<fn(&str)>,
+    /// Those that were logged.
+    undefined_plans: Mutex<BTreeSet<String>>,
     /// Whether some rule counts by client.
     counts_clients: bool,
 }
@@ -62,7 +76,9 @@ struct ClientSource {
 
 impl ClientPlans {
     pub fn new(configured: &Clients) -> ClientPlans {
-        let plans: BTreeSet<&str> = configured.list.iter().map(|client| client.plan.as_str()).collect();
+        let of_tokens = configured.token_plans.iter().flat_map(|plans| &plans.defined);
+        let of_clients = configured.list.iter().map(|client| &client.plan);
+        let plans: BTreeSet<&str> = of_clients.chain(of_tokens).map(String::as_str).collect();
         let plans: IdVec<PlanId, String> = plans.into_iter().map(str::to_owned).collect();
         // The search always succeeds: `plans` was collected from these clients.
         let plan = |plan: &String| PlanId::at(plans.as_slice().binary_search(plan).unwrap_or_default());
@@ -91,6 +107,9 @@ impl ClientPlans {
             by_network: Networks::new(
                 all().flat_map(|(client, id)| client.networks.iter().map(move |network| (*network, id))),
             ),
+            plan_claim: configured.token_plans.as_ref().map(|plans| KeySource::new(&plans.claim, &[])),
+            on_undefined_plan: OnceLock::new(),
+            undefined_plans: Mutex::default(),
             by_name,
             plans,
             clients,
@@ -199,6 +218,7 @@ impl ClientPlans {
     pub fn named_by(&self, part: &ClientPart, value: &[u8]) -> CallerIdentity {
         CallerIdentity {
             by_name: part.is_name.then(|| self.named(std::str::from_utf8(value).ok()?)).flatten(),
+            is_subject: part.is_name && self.plan_claim.is_some() && value.starts_with(SUBJECT.as_bytes()),
             by_api_key: part.api_key.and_then(|_source| self.by_api_key(value)),
             by_subject: part.is_subject.then(|| self.by_subject(value)).flatten(),
             address: None,
@@ -208,11 +228,44 @@ impl ClientPlans {
     /// The name of the client that the value of one part of a key names.
     pub fn client_of_part<'v>(&'v self, part: &KeyPart, value: &'v [u8]) -> Option<&'v str> {
         if CLIENT.has(part) {
-            return std::str::from_utf8(value).ok();
+            return std::str::from_utf8(value).ok().filter(|name| !name.starts_with(SUBJECT));
         }
         let part = *self.client_parts(std::slice::from_ref(part)).first()?;
         let named = self.named_by(&part, value);
         named.by_api_key.or(named.by_subject).map(|client| self.clients[client].name.as_str())
+    }
+
+    fn plan_of_named(&self, named: Named) -> Option<PlanId> {
+        match named {
+            Named::Client(client) => Some(self.clients[client].plan),
+            Named::OfPlan(plan) => Some(plan),
+            Named::Absent | Named::Unknown => None,
+        }
+    }
+
+    /// The plan that a token names, which is verified already. A token that lacks the subject has none.
+    fn plan_of_token(&self, claim: &KeySource, request: &RequestAttributes<'_>) -> Option<PlanId> {
+        let mut plan = None;
+        let mut take = |_kind, name: &[u8]| {
+            let name = String::from_utf8_lossy(name);
+            let found = self.plans.as_slice().binary_search_by(|plan| plan.as_str().cmp(&name));
+            plan = found.map(PlanId::at).map_err(|_nowhere| self.log_undefined_plan(&name)).ok();
+        };
+        let has_subject = self.subject.as_ref()?.source.feed(request, &mut |_kind, _subject| ()).is_ok();
+        claim.feed(request, &mut take).ok().filter(|()| has_subject)?;
+        plan
+    }
+
+    /// Logs a plan once. The number of plans is bounded, so that an issuer cannot fill memory.
+    #[cold]
+    fn log_undefined_plan(&self, name: &str) {
+        if let Ok(mut logged) = self.undefined_plans.try_lock()
+            && logged.len() < UNDEFINED_PLANS_MAX
+            && logged.insert(name.to_owned())
+            && let Some(log) = self.on_undefined_plan.get()
+        {
+            log(name);
+        }
     }
 
     /// The plan of a caller, as of a request with the same values.
@@ -227,6 +280,8 @@ impl ClientPlans {
 #[derive(Clone, Copy, Default, Debug)]
 pub struct CallerIdentity {
     pub by_name: Option<ClientId>,
+    /// Whether a subject of no client is named, whose plan its token would tell.
+    pub is_subject: bool,
     pub by_api_key: Option<ClientId>,
     pub by_subject: Option<ClientId>,
     pub address: Option<IpAddr>,
@@ -237,6 +292,7 @@ impl CallerIdentity {
     pub fn or(self, other: CallerIdentity) -> CallerIdentity {
         CallerIdentity {
             by_name: self.by_name.or(other.by_name),
+            is_subject: self.is_subject || other.is_subject,
             by_api_key: self.by_api_key.or(other.by_api_key),
             by_subject: self.by_subject.or(other.by_subject),
             address: self.address.or(other.address),
@@ -245,7 +301,7 @@ impl CallerIdentity {
 
     /// Whether a value names a client. An address does not.
     pub fn is_named(&self) -> bool {
-        self.by_name.is_some() || self.by_api_key.is_some() || self.by_subject.is_some()
+        self.is_subject || self.by_name.is_some() || self.by_api_key.is_some() || self.by_subject.is_some()
     }
 }
 
@@ -257,13 +313,15 @@ enum Named {
     /// It belongs to no client.
     Unknown,
     Client(ClientId),
+    /// It is the subject of no client, and the token names this plan.
+    OfPlan(PlanId),
 }
 
 impl Named {
     fn client(self) -> Option<ClientId> {
         match self {
             Named::Client(client) => Some(client),
-            Named::Absent | Named::Unknown => None,
+            Named::Absent | Named::Unknown | Named::OfPlan(_) => None,
         }
     }
 }
@@ -273,6 +331,8 @@ impl Named {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Identity {
     Client(ClientId),
+    /// A subject of no client, with the plan that its token names.
+    Subject(PlanId),
     /// What the request has belongs to no client.
     Unknown,
     /// The request has nothing that could name a client.
@@ -311,17 +371,24 @@ impl<'a> ClientLookup<'a> {
     /// The client by API key, else by subject, else by network: the first that is found.
     pub fn client_of(&self, request: &RequestAttributes<'_>) -> Result<Option<ClientId>, LookupError<'a>> {
         let Some(plans) = self.plans else { return Ok(None) };
-        let named = match self.by_api_key(plans, request)?.client() {
-            None => self.by_subject(plans, request)?.client(),
-            client => client,
-        };
-        Ok(named.or_else(|| self.by_network(plans, request)))
+        Ok(self.first_found(plans, request)?.client())
     }
 
-    /// The plan of [`ClientLookup::client_of`].
+    /// The plan of [`ClientLookup::client_of`], or of the token, if its subject has none.
     pub fn plan_of(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, LookupError<'a>> {
-        let client = self.client_of(request)?;
-        Ok(client.zip(self.plans).map(|(client, plans)| plans.clients[client].plan))
+        let Some(plans) = self.plans else { return Ok(None) };
+        Ok(plans.plan_of_named(self.first_found(plans, request)?))
+    }
+
+    fn first_found(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Result<Named, LookupError<'a>> {
+        let mut named = self.by_api_key(plans, request)?;
+        if named.client().is_none() {
+            named = self.by_subject(plans, request)?;
+        }
+        Ok(match named {
+            Named::Client(_) | Named::OfPlan(_) => named,
+            Named::Absent | Named::Unknown => self.by_network(plans, request).map_or(Named::Absent, Named::Client),
+        })
     }
 
     /// The client by whom rules count. Only a request without API key and subject belongs to the client of its network.
@@ -333,6 +400,7 @@ impl<'a> ClientLookup<'a> {
         };
         Ok(match named {
             Named::Client(client) => Identity::Client(client),
+            Named::OfPlan(plan) => Identity::Subject(plan),
             Named::Unknown => Identity::Unknown,
             Named::Absent => self.by_network(plans, request).map_or(Identity::Missing, Identity::Client),
         })
@@ -342,7 +410,8 @@ impl<'a> ClientLookup<'a> {
     pub fn plan_of_identity(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, LookupError<'a>> {
         Ok(match (self.identity(request)?, self.plans) {
             (Identity::Client(client), Some(plans)) => Some(plans.clients[client].plan),
-            _ => None,
+            (Identity::Subject(plan), _) => Some(plan),
+            (Identity::Client(_) | Identity::Unknown | Identity::Missing, _) => None,
         })
     }
 
@@ -351,7 +420,7 @@ impl<'a> ClientLookup<'a> {
         match self.plans?.counts_clients {
             true => match self.identity(request) {
                 Ok(Identity::Client(client)) => Some(client),
-                Ok(Identity::Unknown | Identity::Missing) | Err(_) => None,
+                Ok(Identity::Subject(_) | Identity::Unknown | Identity::Missing) | Err(_) => None,
             },
             false => self.client_of(request).ok().flatten(),
         }
@@ -370,6 +439,14 @@ impl<'a> ClientLookup<'a> {
                 take(kind::CLIENT, name.unwrap_or_default());
                 Ok(())
             }
+            Identity::Subject(_) => {
+                let source = self.plans.and_then(|plans| plans.subject.as_ref()).ok_or(KeyError::Missing)?;
+                source.source.feed_key(request, &mut |_kind, subject| {
+                    let mut key: SmallVec<[u8; 64]> = SmallVec::from_slice(SUBJECT.as_bytes());
+                    key.extend_from_slice(subject);
+                    take(kind::CLIENT, &key);
+                })
+            }
             Identity::Unknown => Err(KeyError::Unknown),
             Identity::Missing => Err(KeyError::Missing),
         }
@@ -386,7 +463,7 @@ impl<'a> ClientLookup<'a> {
                 let source = of_api_key.and_then(|(source, _)| source).or(plans.subject.as_ref())?;
                 Some(source.name.as_str())
             }
-            Ok(Identity::Client(_) | Identity::Missing) => None,
+            Ok(Identity::Client(_) | Identity::Subject(_) | Identity::Missing) => None,
         }
     }
 
@@ -413,7 +490,13 @@ impl<'a> ClientLookup<'a> {
     }
 
     fn by_subject(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Result<Named, LookupError<'a>> {
-        remember(&self.by_subject, || look_up(plans.subject.as_ref(), request, |subject| plans.by_subject(subject)))
+        remember(&self.by_subject, || {
+            let named = look_up(plans.subject.as_ref(), request, |subject| plans.by_subject(subject))?;
+            Ok(match (named, &plans.plan_claim) {
+                (Named::Unknown, Some(claim)) => plans.plan_of_token(claim, request).map_or(named, Named::OfPlan),
+                _ => named,
+            })
+        })
     }
 
     fn by_network(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Option<ClientId> {

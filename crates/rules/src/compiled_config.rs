@@ -257,7 +257,8 @@ fn key_fields(config: &Config) -> Vec<HeaderName> {
 }
 
 fn claims(config: &Config) -> Vec<String> {
-    let names = parts(config).filter(|part| JWT.has(part)).filter_map(KeyPart::name);
+    let plan = config.clients.as_ref().and_then(|clients| clients.token_plans.as_ref()).map(|plans| &plans.claim);
+    let names = parts(config).chain(plan).filter(|part| JWT.has(part)).filter_map(KeyPart::name);
     names.collect::<BTreeSet<_>>().into_iter().map(str::to_owned).collect()
 }
 

@@ -732,6 +732,7 @@ pub mod tests {
             file: "clients.toml".into(),
             api_key: vec![HEADER.of_name("x-api-key")],
             subject: None,
+            token_plans: None,
             list: vec![Client {
                 name: "acme".to_owned(),
                 plan: "gold".to_owned(),
