@@ -12,6 +12,7 @@ use crate::support::http2_client::Http2Client;
 use crate::support::jwt_issuer::Issuer;
 use crate::support::process::{BINARY, Process};
 use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::upstream::Upstream;
 use crate::support::{TempDir, eventually, one_rule};
 
 const SECTION: &str = "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n";
@@ -338,4 +339,32 @@ fn a_token_names_the_plan_of_a_subject_without_client() {
     let query = json!({"rule": "c", "key": "subject:dave"}).to_string();
     let value = Client::connect(process.admin).request("POST", "/v1/value", &[("Host", "127.0.0.1")], query.as_bytes());
     assert_eq!(value.expect(200).json()["count"], 2);
+}
+
+#[test]
+fn the_upstream_learns_the_client_and_its_plan() {
+    let (issuer, scratch) = (Issuer::new(), TempDir::new());
+    let section = format!("{}{SECTION}subject = \"jwt:sub\"\nplan = \"jwt:plan\"\n", issuer.keys(&scratch));
+    let changes =
+        "request_headers = { set = { x-client = \"<{client}>\" }, add = { x-plan = \"<{plan}>\", x-more = \"1\" } }\n";
+    let toml = config(REFUSE).replace(SECTION, &section).replace("rules = [\"c\", \"address\"]", changes);
+    let upstream = Upstream::always(200);
+    let toml = toml.replace("[upstreams.u]\nbuiltin = \"echo\"\n", &upstream.toml("u"));
+    let gateway = Gateway::start_with(&toml, &clients());
+    let seen = |fields: &[(&str, &str)]| {
+        let outside = [("x-client", "evil"), ("X-Plan", "evil"), ("x-plan", "worse"), ("x-more", "0")];
+        gateway.get_with("/a", &[&outside, fields].concat()).expect(200);
+        let received = upstream.received();
+        let values = |name: &str| received.last().unwrap().values(name);
+        assert_eq!(values("x-more"), ["0", "1"]);
+        (values("x-client").join(","), values("x-plan").join(","))
+    };
+    let pair = |client: &str, plan: &str| (format!("<{client}>"), format!("<{plan}>"));
+    assert_eq!(seen(&[("X-API-Key", "a2")]), pair("acme", "gold"));
+    assert_eq!(seen(&[("X-API-Key", "guess")]), pair("", ""));
+    assert_eq!(seen(&[]), pair("", ""));
+    let token = |claims: Value| format!("Bearer {}", issuer.token("HS256", &claims));
+    let of_token = token(json!({"sub": "eve", "plan": "silver"}));
+    assert_eq!(seen(&[("Authorization", &of_token)]), pair("", "silver"));
+    assert_eq!(seen(&[("Authorization", "Bearer forged")]), pair("", ""));
 }

@@ -86,6 +86,7 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
         .chain(exposed_admin_address(config))
         .chain(short_token(config))
         .chain(exposed_forward_auth(config))
+        .chain(variables_without_clients(config))
         .chain(guessable_digests(config));
     messages.extend(warnings.map(LintMessage::warning));
     let notes = rules_of_responses(config).into_iter().chain(paths_with_variants(config));
@@ -201,6 +202,16 @@ fn keys_counted_apart(config: &Config) -> Vec<LintMessage> {
         Some(LintMessage::note_on(&rule.name, &text))
     };
     config.rules.iter().filter_map(note).collect()
+}
+
+/// Warns of variables that are always empty.
+fn variables_without_clients(config: &Config) -> Option<String> {
+    let names_client = |route: &&Route| route.actions.as_ref().is_some_and(|actions| actions.name_client());
+    let route = config.routes.iter().find(names_client).filter(|_| config.clients.is_none())?;
+    Some(format!(
+        "`{{client}}` and `{{plan}}` in the route {} are always empty: there is no `[clients]`",
+        quoted(&route.name)
+    ))
 }
 
 /// Notes an API key that begins with the scheme of `Authorization`: every spelling of the scheme is another key.

@@ -163,6 +163,19 @@ pub struct Actions {
     pub min_request_rate: Option<u64>,
 }
 
+impl Actions {
+    /// Whether a text tells whose request it is.
+    pub fn name_client(&self) -> bool {
+        let target = match &self.response {
+            Some(LocalResponse::Redirect { to, .. }) => Some(to),
+            Some(LocalResponse::Respond { .. }) | None => None,
+        };
+        let fields = [&self.request_fields, &self.response_fields].into_iter();
+        let texts = fields.flat_map(|fields| fields.set.iter().chain(&fields.add)).map(|(_name, text)| text);
+        texts.chain(target).any(Template::names_client)
+    }
+}
+
 /// The responses of a route whose fields change.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub enum ChangedResponses {

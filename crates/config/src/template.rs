@@ -33,11 +33,15 @@ pub enum Variable {
     Uri,
     /// The name of the route.
     Route,
+    /// The name of the client; empty without one.
+    Client,
+    /// The plan of the client, or of the token; empty without one.
+    Plan,
     /// The route's parameter at this position.
     Param(usize),
 }
 
-const VARIABLES: [(&str, Variable); 9] = [
+const VARIABLES: [(&str, Variable); 11] = [
     ("client_ip", Variable::ClientIp),
     ("scheme", Variable::Scheme),
     ("host", Variable::Host),
@@ -47,6 +51,8 @@ const VARIABLES: [(&str, Variable); 9] = [
     ("query", Variable::Query),
     ("uri", Variable::Uri),
     ("route", Variable::Route),
+    ("client", Variable::Client),
+    ("plan", Variable::Plan),
 ];
 
 /// The prefix of a variable that is a parameter of the route's path.
@@ -83,6 +89,11 @@ const NGINX_PREFIXES: [&str; 14] = [
 ];
 
 impl Template {
+    /// Whether the text tells whose request it is.
+    pub fn names_client(&self) -> bool {
+        self.0.iter().any(|part| matches!(part, TemplatePart::Variable(Variable::Client | Variable::Plan)))
+    }
+
     /// Reads a template; `{{` and `}}` stand for literal braces. `path` is the path of the route, unless it is invalid.
     pub fn read(written: &SpannedString, path: Option<&PathPattern>, report: &mut Report) -> Option<Template> {
         report.accept(written.span.clone(), parse(&written.text, path)).map(Template)

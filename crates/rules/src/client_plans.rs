@@ -415,6 +415,20 @@ impl<'a> ClientLookup<'a> {
         })
     }
 
+    /// The name and the plan of [`ClientLookup::identity`], empty where there is none.
+    #[cold]
+    pub fn variables(&self, request: &RequestAttributes<'_>) -> (&'a str, &'a str) {
+        let Some(plans) = self.plans else { return ("", "") };
+        match self.identity(request) {
+            Ok(Identity::Client(client)) => {
+                let KnownClient { name, plan } = &plans.clients[client];
+                (name, &plans.plans[*plan])
+            }
+            Ok(Identity::Subject(plan)) => ("", &plans.plans[plan]),
+            Ok(Identity::Unknown | Identity::Missing) | Err(_) => ("", ""),
+        }
+    }
+
     /// The client for reports: by whom rules count, if some rule does so.
     pub fn reported_client(&self, request: &RequestAttributes<'_>) -> Option<ClientId> {
         match self.plans?.counts_clients {

@@ -106,7 +106,9 @@ impl CompiledConfig {
         published_keys: Option<Arc<PublishedKeys>>,
     ) -> CompiledConfig {
         let rule_set = Arc::new(rule_set);
-        let counts_clients = config.rules.iter().any(GatewayRule::counts_clients);
+        let name_client = |route: &Route| route.actions.as_ref().is_some_and(|actions| actions.name_client());
+        let counts_clients =
+            config.rules.iter().any(GatewayRule::counts_clients) || config.routes.iter().any(name_client);
         let clients = config.clients.as_ref().map(|clients| ClientPlans::new(clients).with_reports(counts_clients));
         let clients = clients.map(Arc::new);
         let overrides_of =

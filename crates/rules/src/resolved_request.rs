@@ -126,7 +126,7 @@ impl<'a> ResolvedRequest<'a> {
 
     /// The variables of the route's templates.
     pub fn variables(&self) -> TemplateVariables<'_> {
-        TemplateVariables::of(&self.attributes, self.is_secure)
+        TemplateVariables { request: &self.attributes, clients: &self.clients, is_secure: self.is_secure }
     }
 
     /// Checks that the route takes the protocol of the request and the size of its body, which has at least `body_bytes`.

@@ -3,12 +3,9 @@
 //! The actions are evaluated while the request head is unchanged, and applied after the rules have admitted the request.
 //! Values of variables are normalized or validated, so that a value cannot end a line, a path or a host.
 
-use std::net::IpAddr;
-use std::ops::Range;
-
 use http::header::{HeaderMap, HeaderName, HeaderValue};
-use http::{Method, Uri};
 
+use super::client_plans::ClientLookup;
 use super::key_source::RequestAttributes;
 use super::ratelimit_headers::is_rate_limit_field;
 use super::responses::{self, LocalResponse};
@@ -66,20 +63,9 @@ enum HeaderChange {
 
 /// The values of template variables.
 pub struct TemplateVariables<'a> {
-    pub client: IpAddr,
+    pub request: &'a RequestAttributes<'a>,
+    pub clients: &'a ClientLookup<'a>,
     pub is_secure: bool,
-    /// Lower case, without port; empty if an HTTP/1.0 request names no host.
-    pub host: &'a str,
-    /// The fields of the request.
-    pub headers: &'a HeaderMap,
-    pub method: &'a Method,
-    /// Normalized.
-    pub path: &'a str,
-    /// The target as received, for its query.
-    pub uri: &'a Uri,
-    pub route: &'a str,
-    /// The values of the route's path parameters, as ranges of `path`.
-    pub params: &'a [Range<usize>],
 }
 
 /// The actions evaluated for one request.
@@ -145,7 +131,7 @@ impl RouteActions {
             None => None,
             Some(DirectResponse::Respond(response)) => Some(response.clone()),
             Some(DirectResponse::Redirect { to, status }) => {
-                if variables.host.is_empty() && names_host(to) {
+                if variables.request.host.is_empty() && names_host(to) {
                     return Err(RequestError::Host("the Host field is missing"));
                 }
                 let location = variables.render(to).ok_or(RequestError::Target("the request target is malformed"))?;
@@ -217,7 +203,10 @@ fn header_changes(fields: &FieldChanges) -> Vec<HeaderChange> {
     let remove = fields.remove.iter().filter_map(named).map(HeaderChange::Remove);
     let set = fields.set.iter().filter_map(|(name, text)| Some(HeaderChange::Set(named(name)?, text.clone())));
     let add = fields.add.iter().filter_map(|(name, text)| Some(HeaderChange::Add(named(name)?, text.clone())));
-    remove.chain(set).chain(add).collect()
+    // Whoever reads who the client is must not read it from the caller.
+    let about_client = fields.add.iter().filter(|(_name, text)| text.names_client());
+    let replaced = about_client.filter_map(|(name, _text)| named(name)).map(HeaderChange::Remove);
+    remove.chain(replaced).chain(set).chain(add).collect()
 }
 
 fn path_pieces(pattern: &PathPattern, params: &[&str]) -> Vec<PathPiece> {
@@ -241,7 +230,7 @@ impl PathRewrite {
     fn render(&self, variables: &TemplateVariables<'_>) -> String {
         let path = match self {
             PathRewrite::Prefix { from, to } => {
-                let rest = variables.path.strip_prefix(from.as_str()).unwrap_or(variables.path);
+                let rest = variables.request.path.strip_prefix(from.as_str()).unwrap_or(variables.request.path);
                 format!("{to}{rest}")
             }
             PathRewrite::Template(pieces) => {
@@ -261,14 +250,10 @@ fn names_host(Template(parts): &Template) -> bool {
     parts.iter().any(|part| matches!(part, TemplatePart::Variable(Variable::Host | Variable::Authority)))
 }
 
-impl<'a> TemplateVariables<'a> {
-    pub fn of(request: &RequestAttributes<'a>, is_secure: bool) -> TemplateVariables<'a> {
-        let RequestAttributes { address: client, host, headers, method, path, params, uri, route, .. } = *request;
-        TemplateVariables { client, is_secure, host, headers, method, path, uri, route, params }
-    }
-
+impl TemplateVariables<'_> {
     fn param(&self, position: usize) -> &str {
-        self.params.get(position).and_then(|range| self.path.get(range.clone())).unwrap_or_default()
+        let RequestAttributes { path, params, .. } = self.request;
+        params.get(position).and_then(|range| path.get(range.clone())).unwrap_or_default()
     }
 
     /// The text of a template; `None` if it is no valid field value.
@@ -283,27 +268,29 @@ impl<'a> TemplateVariables<'a> {
                 TemplatePart::Variable(variable) => variable,
             };
             match variable {
-                Variable::ClientIp => out.push_str(&self.client.to_canonical().to_string()),
+                Variable::ClientIp => out.push_str(&self.request.address.to_canonical().to_string()),
                 Variable::Scheme => out.push_str(if self.is_secure { "https" } else { "http" }),
-                Variable::Host => out.push_str(self.host),
+                Variable::Host => out.push_str(self.request.host),
                 Variable::Authority => {
-                    out.push_str(self.host);
-                    if let Some(port) = host_port(self.headers) {
+                    out.push_str(self.request.host);
+                    if let Some(port) = host_port(self.request.headers) {
                         out.push(':');
                         out.push_str(port);
                     }
                 }
-                Variable::Method => out.push_str(self.method.as_str()),
-                Variable::Path => out.push_str(self.path),
-                Variable::Query => out.push_str(self.uri.query().unwrap_or_default()),
+                Variable::Method => out.push_str(self.request.method.as_str()),
+                Variable::Path => out.push_str(self.request.path),
+                Variable::Query => out.push_str(self.request.uri.query().unwrap_or_default()),
                 Variable::Uri => {
-                    out.push_str(self.path);
-                    if let Some(query) = self.uri.query() {
+                    out.push_str(self.request.path);
+                    if let Some(query) = self.request.uri.query() {
                         out.push('?');
                         out.push_str(query);
                     }
                 }
-                Variable::Route => out.push_str(self.route),
+                Variable::Route => out.push_str(self.request.route),
+                Variable::Client => out.push_str(self.clients.variables(self.request).0),
+                Variable::Plan => out.push_str(self.clients.variables(self.request).1),
                 Variable::Param(position) => out.push_str(self.param(*position)),
             }
         }
