@@ -6,6 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
+use transom_config::key_kind::CLIENT;
 use transom_http::error::DecisionError;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::ConcurrencyUsage;
@@ -16,6 +17,7 @@ use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::verdict::{Outcome, Verdicts, WindowVerdict};
 use transom_limiter::window_kind::WindowKind;
+use transom_rules::ClientId;
 use transom_rules::client_plans::{CallerIdentity, ClientCheck, ClientPart, ClientPlans};
 use transom_rules::key_source::{feed_address, is_usable_key};
 use transom_rules::overrides::{Overrides, RuleTreatment, feed_text};
@@ -64,6 +66,8 @@ pub struct RuleQuery {
 pub enum QueryKey {
     /// The values of the key's parts, in order. A rule with the key `global` needs none.
     Values(Vec<String>),
+    /// The client of this name, and the values of the other parts. [`DecisionService::name_clients`] replaces it.
+    OfClient(String, Vec<String>),
     /// One of the busiest keys of the only rule; not for [`Operation::Limit`].
     Listed(Arc<ListedKey>),
 }
@@ -72,7 +76,7 @@ impl QueryKey {
     fn values(&self) -> &[String] {
         match self {
             QueryKey::Values(values) => values,
-            QueryKey::Listed(_) => &[],
+            QueryKey::OfClient(..) | QueryKey::Listed(_) => &[],
         }
     }
 }
@@ -461,6 +465,41 @@ impl DecisionService {
         });
         let rules: Vec<RuleKeyValues<String>> = rules.collect::<Result<_, _>>()?;
         self.key_rules(&rules, uses_store).collect()
+    }
+
+    /// Replaces clients by the keys that name them.
+    ///
+    /// # Errors
+    ///
+    /// An unknown rule or client, or a rule that does not count by client.
+    pub fn name_clients(&self, query: &mut DecisionQuery) -> Result<(), DecisionError> {
+        for RuleQuery { rule, key, .. } in &mut query.rules {
+            let QueryKey::OfClient(client, others) = key else { continue };
+            let parts = &self.rule_set.rules[self.rule(rule)?].rule.key;
+            let Some(position) = parts.iter().position(|part| CLIENT.has(part)) else {
+                let reason = "the key of this rule has no part `client`: give the `key` instead of the `client`";
+                return Err(DecisionError::Malformed(reason.to_owned()));
+            };
+            self.client_named(client)?;
+            if others.len() + 1 != parts.len() {
+                let names = parts.iter().filter(|part| !CLIENT.has(part)).map(KeyPart::to_string).collect::<Vec<_>>();
+                let reason = match names.is_empty() {
+                    true => String::from("the key of this rule is the client alone: remove `key`"),
+                    false => format!("beside the client, the key of this rule consists of `{}`", names.join("`, `")),
+                };
+                return Err(DecisionError::Malformed(reason));
+            }
+            let mut values = std::mem::take(others);
+            values.insert(position, std::mem::take(client));
+            *key = QueryKey::Values(values);
+        }
+        Ok(())
+    }
+
+    /// The client with this name.
+    pub fn client_named(&self, name: &str) -> Result<ClientId, DecisionError> {
+        let client = self.clients.as_ref().and_then(|clients| clients.named(name));
+        client.ok_or_else(|| DecisionError::UnknownClient(name.chars().take(64).collect()))
     }
 
     /// The rule with this name.

@@ -10,8 +10,8 @@ use transom_rules::ratelimit_headers::seconds_until;
 const RULES_MAX: usize = 64;
 
 /// Parses the body of a query: `{"rule": …, "key": …, "cost": …, "reserve": …}`, or several rules at once,
-/// `{"rules": [{"rule": …, "key": …, "cost": …}], "reserve": …}`. Of one rule, the query may have an `id` instead of the key: it
-/// is returned beside the query, which has no key then.
+/// `{"rules": [{"rule": …, "key": …, "cost": …}], "reserve": …}`. A `client` stands for its part of
+/// the key. Of one rule, the query may have an `id` instead of the key: it is returned beside the query, which has no key then.
 pub fn parse(operation: Operation, text: &[u8]) -> Result<(DecisionQuery, Option<u64>), DecisionError> {
     let query: Map<String, Value> =
         serde_json::from_slice(text).map_err(|_| malformed("the query is not a JSON object"))?;
@@ -21,7 +21,7 @@ pub fn parse(operation: Operation, text: &[u8]) -> Result<(DecisionQuery, Option
         Some(_) => return Err(malformed("`reserve` is neither `true` nor `false`")),
     };
     let Some(rules) = query.get("rules") else {
-        check_keys(&query, &["rule", "key", "id", "cost", "reserve"])?;
+        check_keys(&query, &["rule", "key", "client", "id", "cost", "reserve"])?;
         let id = parse_id(operation, &query)?;
         return Ok((DecisionQuery { operation, rules: vec![parse_rule(&query)?], reserve }, id));
     };
@@ -33,7 +33,7 @@ pub fn parse(operation: Operation, text: &[u8]) -> Result<(DecisionQuery, Option
     let rules = rules.ok_or_else(|| malformed("`rules` is not a list of 1 to 64 objects"))?;
     let parse_entry = |entry: &Value| {
         let entry = entry.as_object().ok_or_else(|| malformed("`rules` is not a list of 1 to 64 objects"))?;
-        check_keys(entry, &["rule", "key", "cost"])?;
+        check_keys(entry, &["rule", "key", "client", "cost"])?;
         parse_rule(entry)
     };
     let rules = rules.iter().map(parse_entry).collect::<Result<_, _>>()?;
@@ -54,8 +54,8 @@ fn check_keys(object: &Map<String, Value>, known: &[&str]) -> Result<(), Decisio
 fn parse_id(operation: Operation, query: &Map<String, Value>) -> Result<Option<u64>, DecisionError> {
     let given = |name: &str| query.get(name).filter(|value| !value.is_null());
     let Some(id) = given("id") else { return Ok(None) };
-    if given("key").is_some() {
-        return Err(malformed("`key` and `id` are both given: keep one of the two"));
+    if let Some(other) = ["key", "client"].into_iter().find(|name| given(name).is_some()) {
+        return Err(DecisionError::Malformed(format!("`{other}` and `id` are both given: keep one of the two")));
     }
     if operation == Operation::Limit {
         return Err(malformed("`/v1/limit` takes a `key`, not an `id`"));
@@ -84,19 +84,33 @@ fn parse_rule(object: &Map<String, Value>) -> Result<RuleQuery, DecisionError> {
             Some(cost.ok_or_else(|| malformed("`cost` is not a whole number from 0 to 4294967295"))?)
         }
     };
-    Ok(RuleQuery { rule: rule.clone(), key: QueryKey::Values(key), cost })
+    let key = match object.get("client") {
+        None | Some(Value::Null) => QueryKey::Values(key),
+        Some(client) => {
+            QueryKey::OfClient(text(client).ok_or_else(|| malformed("`client` is not the name of a client"))?, key)
+        }
+    };
+    Ok(RuleQuery { rule: rule.clone(), key, cost })
+}
+
+/// The usage of a window.
+pub fn render_window(window: &WindowState, now_ms: u64) -> Map<String, Value> {
+    let mut fields = Map::new();
+    fields.insert("count".to_owned(), json!(window.used));
+    fields.insert("limit".to_owned(), json!(window.limit));
+    fields.insert("remaining".to_owned(), json!(window.remaining));
+    fields.insert("ttl".to_owned(), json!(seconds_until(window.end_ms, now_ms)));
+    fields
+}
+
+/// The usage of requests in flight.
+pub fn render_concurrency(ConcurrencyState { name, usage, .. }: &ConcurrencyState) -> Value {
+    json!({ "name": name, "count": usage.in_use, "limit": usage.limit, "remaining": usage.remaining() })
 }
 
 /// The response to a query. Its top level repeats the window with the fewest tokens left.
 pub fn render(query: &DecisionQuery, outcome: &DecisionOutcome) -> Value {
-    let window = |window: &WindowState| {
-        let mut fields = Map::new();
-        fields.insert("count".to_owned(), json!(window.used));
-        fields.insert("limit".to_owned(), json!(window.limit));
-        fields.insert("remaining".to_owned(), json!(window.remaining));
-        fields.insert("ttl".to_owned(), json!(seconds_until(window.end_ms, outcome.now_ms)));
-        fields
-    };
+    let window = |window: &WindowState| render_window(window, outcome.now_ms);
     let named = |of: &WindowState| {
         let mut fields = window(of);
         fields.insert("name".to_owned(), json!(of.name));
@@ -128,12 +142,10 @@ pub fn render(query: &DecisionQuery, outcome: &DecisionOutcome) -> Value {
     }
     response.insert("windows".to_owned(), outcome.windows.iter().map(named).collect());
     if !outcome.concurrent.is_empty() {
-        let concurrent = |ConcurrencyState { rule, name, usage }: &ConcurrencyState| {
-            let mut fields = json!({
-                "name": name, "count": usage.in_use, "limit": usage.limit, "remaining": usage.remaining(),
-            });
+        let concurrent = |state: &ConcurrencyState| {
+            let mut fields = render_concurrency(state);
             if query.rules.len() > 1 {
-                fields["rule"] = json!(rule);
+                fields["rule"] = json!(state.rule);
             }
             fields
         };

@@ -46,6 +46,7 @@ use transom_runtime::metrics::events::{AdminMetrics, DecisionMetrics};
 use transom_store::counter_access::CounterAccess;
 
 mod accepted;
+mod clients;
 mod dashboard;
 mod decision_json;
 pub mod events;
@@ -72,7 +73,7 @@ const METRICS_PAGES: [&str; 3] = ["/metrics", "/healthz", "/readyz"];
 /// The pages that [`handle_page`] serves.
 const PAGES: [&str; 5] = ["/", "/metrics", "/upstreams", "/healthz", "/readyz"];
 /// Paths that are counted by name; all others are counted as `other`.
-const ENDPOINTS: [&str; 12] = [
+const ENDPOINTS: [&str; 13] = [
     "/",
     "/metrics",
     "/upstreams",
@@ -85,7 +86,10 @@ const ENDPOINTS: [&str; 12] = [
     "/v1/explain",
     "/v1/top",
     "/v1/events",
+    "/v1/clients",
 ];
+/// Counted for all paths of clients.
+const CLIENT_ENDPOINT: &str = "/v1/clients/{name}";
 const OTHER_ENDPOINT: &str = "other";
 const QUERY_MAX_BYTES: usize = 64 * 1024;
 
@@ -280,7 +284,8 @@ async fn handle(
     request: Request<Incoming>,
 ) -> Result<Response<AdminBody>, Infallible> {
     let path = request.uri().path();
-    let endpoint = ENDPOINTS.into_iter().find(|endpoint| *endpoint == path).unwrap_or(OTHER_ENDPOINT);
+    let client = clients::name_in(path).map(|_name| CLIENT_ENDPOINT);
+    let endpoint = ENDPOINTS.into_iter().find(|endpoint| *endpoint == path).or(client).unwrap_or(OTHER_ENDPOINT);
     let response = respond(Rc::clone(&state), scope, request).await?;
     state.metrics.responded(endpoint, response.status().as_u16());
     Ok(response)
@@ -312,6 +317,13 @@ async fn respond(
             return Ok(finish_response(&state, reply));
         }
         "/v1/events" => return Ok(open_events(&state, &request)),
+        path if path == "/v1/clients" || clients::name_in(path).is_some() => {
+            let reply = match refuse_method(&request) {
+                None => clients::response(&state, request.uri()).await,
+                Some(reply) => reply,
+            };
+            return Ok(finish_response(&state, reply));
+        }
         _ => return Ok(finish_response(&state, handle_page(&state, &request))),
     };
     let response = call_api(&state, call, request).await;
@@ -388,6 +400,7 @@ async fn decide(
     if let (Some(id), [RuleQuery { rule, key, .. }]) = (id, &mut query.rules[..]) {
         *key = QueryKey::Listed(top_query::find(state, &decision_api.served, rule, id).await?);
     }
+    decision_api.served.decision_service.name_clients(&mut query)?;
     let DecisionApi { served, metrics } = decision_api;
     let (top_keys, readable_digester) = (&*state.top_keys(served), &*served.readable_digester);
     let outputs = DecisionOutputs { metrics, top_keys, readable_digester };
@@ -403,7 +416,7 @@ async fn explain(
     wants_text: bool,
 ) -> Result<LocalResponse, DecisionError> {
     let question = Question::from_json(text).map_err(DecisionError::Malformed)?;
-    let explanation = explain::explain(served, &question, &state.counter_access, true).await;
+    let explanation = explain::explain(served, &question, &state.counter_access, true).await?;
     Ok(match wants_text {
         true => responses::text_response(explanation.to_string()),
         false => responses::json_response(format!("{}\n", explanation.to_json())),

@@ -71,9 +71,8 @@ impl TopQuery {
         let now_ms = state.clock.now().unix_ms;
         let lists = rules.iter().zip(snapshots).map(|(rule, snapshots)| {
             let list = TopList::merge(&snapshots, now_ms, self.limit);
-            let since = jiff::Timestamp::from_millisecond(list.since_ms as i64).map(|time| format!("{time:.0}"));
             json!({
-                "rule": rule.rule.name, "shadow": rule.rule.is_shadow(), "since": since.ok(), "total": list.total,
+                "rule": rule.rule.name, "shadow": rule.rule.is_shadow(), "since": since(&list), "total": list.total,
                 "keys": list.keys.iter().map(TopKey::to_json).collect::<Vec<_>>(),
             })
         });
@@ -107,6 +106,25 @@ pub async fn find(
     let _ = timeout(FIND_TIMEOUT, receive).await;
     let found = found.into_iter().min_by_key(|key| key.keyed_request.map(|request| request.variant));
     found.ok_or_else(|| DecisionError::UnlistedKey { rule: compiled_rule.rule.name.clone(), id })
+}
+
+/// How often each rule has refused a client, as far as the keys of the client are among the busiest ones.
+pub async fn refusals_of(state: &AdminState, served: &Arc<ServedConfig>, client: &str) -> Value {
+    let rules: Vec<&CompiledRule> = served.rule_set.rules.iter().collect();
+    let snapshots = snapshots(KeyOutcome::Refused, state, served, &rules).await;
+    let now_ms = state.clock.now().unix_ms;
+    let refusals = rules.iter().zip(snapshots).filter_map(|(rule, snapshots)| {
+        let list = TopList::merge(&snapshots, now_ms, usize::MAX);
+        let of_client = list.keys.iter().filter(|key| key.client() == Some(client));
+        let (count, error) = of_client.fold((0, 0), |(count, error), key| (count + key.count, error + key.error));
+        let since = since(&list);
+        (count > 0).then(|| json!({ "rule": rule.rule.name, "since": since, "count": count, "error": error }))
+    });
+    refusals.collect()
+}
+
+fn since(list: &TopList) -> Option<String> {
+    jiff::Timestamp::from_millisecond(list.since_ms as i64).map(|time| format!("{time:.0}")).ok()
 }
 
 /// The counts of all workers and of the decision API, by rule.

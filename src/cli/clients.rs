@@ -1,9 +1,10 @@
-//! `transom clients`: adds, changes, removes and lists the clients of the clients file.
+//! `transom clients`: adds, changes, removes, lists and shows the clients of the clients file.
 //!
 //! The edit keeps the operator's comments and order, and the result is checked as the gateway checks it before anything
 //! is written. Keys are stored as digests only; a generated key is printed once.
 
 mod clients_toml;
+mod show;
 
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -21,6 +22,7 @@ use transom_config::diagnostics::{quoted, quoted_list};
 use transom_config::toml_reader::nearest;
 use transom_limiter::ip_prefix::{Network, NetworkError};
 use transom_limiter::secret_digest::Digest;
+use transom_rules::client_plans::describe_client;
 
 /// Shorter keys may be guessed; a digest does not protect them.
 const SHORT_CHARS: usize = 16;
@@ -48,6 +50,16 @@ enum Action {
     Remove(Remove),
     /// List the clients; keys are shown as the beginning of their digests
     List(List),
+    /// Show a client, and how much of its limits it has used, as the running gateway knows
+    Show(Show),
+}
+
+#[derive(clap::Args)]
+struct Show {
+    name: String,
+    /// Print the client as JSON
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(clap::Args)]
@@ -109,6 +121,7 @@ pub fn clients(arguments: &Arguments) -> Exit {
         Action::Add(add) => self::add(&arguments.config, add),
         Action::Remove(remove) => self::remove(&arguments.config, remove),
         Action::List(List { json }) => list(&arguments.config, *json),
+        Action::Show(Show { name, json }) => show::show(&arguments.config, name, *json),
     };
     match done {
         Ok(()) => Exit::Fine,
@@ -123,14 +136,7 @@ fn list(path: &Path, is_json: bool) -> Result<(), Failure> {
     let config = read_config(path, &mut FileWatch::default())
         .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))?;
     if is_json {
-        let client = |client: &Client| {
-            json!({
-                "name": client.name, "plan": client.plan,
-                "keys": client.api_keys.iter().map(Digest::to_string).collect::<Vec<_>>(),
-                "subjects": client.subjects,
-                "networks": client.networks.iter().map(ToString::to_string).collect::<Vec<_>>(),
-            })
-        };
+        let client = |client: &Client| describe_client(client, Digest::to_string);
         let clients: Vec<Value> = clients_of(&config, path)?.list.iter().map(client).collect();
         print_out!("{:#}", json!({ "clients": clients }));
         return Ok(());
@@ -246,14 +252,7 @@ fn check_network(text: &str) -> Result<(), Failure> {
 fn remove(path: &Path, remove: &Remove) -> Result<(), Failure> {
     let config = read_current_config(path)?;
     let clients = clients_of(&config, path)?;
-    let Some(client) = clients.list.iter().find(|client| client.name == remove.name) else {
-        let names = clients.list.iter().map(|client| client.name.as_str());
-        let fix = match nearest(&remove.name, names) {
-            Some(guess) => format!("did you mean {}?", quoted(guess)),
-            None => "see `transom clients list`".to_owned(),
-        };
-        return Err(Failure::usage(format!("client {} does not exist", quoted(&remove.name)), fix));
-    };
+    let client = find_client(clients, &remove.name)?;
     let key = remove.key.as_deref().map(|key| find_key(client, key)).transpose()?;
     let networks = remove.networks.iter().map(|text| {
         let network = client.networks.iter().find(|known| text.parse().ok() == Some(**known));
@@ -284,6 +283,17 @@ fn remove(path: &Path, remove: &Remove) -> Result<(), Failure> {
         );
     }
     Ok(())
+}
+
+fn find_client<'c>(clients: &'c Clients, name: &str) -> Result<&'c Client, Failure> {
+    clients.list.iter().find(|client| client.name == name).ok_or_else(|| {
+        let names = clients.list.iter().map(|client| client.name.as_str());
+        let fix = match nearest(name, names) {
+            Some(guess) => format!("did you mean {}?", quoted(guess)),
+            None => "see `transom clients list`".to_owned(),
+        };
+        Failure::usage(format!("client {} does not exist", quoted(name)), fix)
+    })
 }
 
 fn not_found(client: &Client, what: &str, text: &str) -> Failure {

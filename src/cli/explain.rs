@@ -29,6 +29,9 @@ pub struct Options {
     /// Address that the request comes from
     #[arg(long, value_name = "IP", default_value_t = Question::CLIENT)]
     client: IpAddr,
+    /// Client whose request it is, whatever its headers and address
+    #[arg(long, value_name = "NAME")]
+    as_client: Option<String>,
     /// Print the explanation as JSON
     #[arg(long)]
     json: bool,
@@ -45,7 +48,7 @@ fn parse_header(text: &str) -> Result<(String, String), String> {
 
 pub fn explain(path: &Path, options: &Options) -> Exit {
     let question = match Question::new(&options.method, &options.url, &options.headers, options.client) {
-        Ok(question) => question,
+        Ok(question) => Question { as_client: options.as_client.clone(), ..question },
         Err(message) => {
             print_err!("transom: {message}");
             return Exit::BadConfig;
@@ -90,7 +93,7 @@ async fn explain_by_config(
     question: &Question,
     options: &Options,
 ) -> Result<String, String> {
-    let explanation = explain_without_gateway(config, question).await.ok_or("there is too little memory")?;
+    let explanation = explain_without_gateway(config, question).await?;
     if options.json {
         return Ok(format!("{:#}", explanation.to_json()));
     }
@@ -104,7 +107,8 @@ async fn explain_by_config(
 /// The explanation of the running gateway; `None` if nothing listens at its admin address.
 async fn ask_gateway(address: &str, token: Option<&str>, options: &Options) -> Result<Option<String>, String> {
     let failed = |reason: String| format!("the gateway at http://{address} cannot explain the request: {reason}");
-    let question = Question::to_json(&options.method, &options.url, &options.headers, options.client);
+    let Options { method, url, headers, client, as_client, .. } = options;
+    let question = Question::to_json(method, url, headers, *client, as_client.as_deref());
     let request = Request::post("/v1/explain")
         .header(CONTENT_TYPE, "application/json")
         .header(ACCEPT, if options.json { "application/json" } else { "text/plain" });

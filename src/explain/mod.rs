@@ -17,7 +17,7 @@ use self::route_choice::RouteChoice;
 use self::rule_state::{RuleResult, RuleState, error_text};
 use crate::proxy::served_config::ServedConfig;
 use transom_config::Config;
-use transom_http::error::RequestError;
+use transom_http::error::{DecisionError, RequestError};
 use transom_http::request_validation::Schemes;
 use transom_http::{path_normalize, request_validation};
 use transom_jwt::published_keys::PublishedKeys;
@@ -25,6 +25,7 @@ use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::key::Seed;
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
+use transom_rules::ClientId;
 use transom_rules::compiled_config::RouteRules;
 use transom_rules::key_source::ConnectionValues;
 use transom_rules::ratelimit_headers::seconds_until;
@@ -70,12 +71,18 @@ enum Decision {
 
 /// Explains what a request would get from a running gateway.
 /// `is_live`: `counters` are those of the gateway.
+///
+/// # Errors
+///
+/// The client of the question is unknown.
 pub async fn explain(
     served: &ServedConfig,
     question: &Question,
     counters: &CounterAccess,
     is_live: bool,
-) -> Explanation {
+) -> Result<Explanation, DecisionError> {
+    let named = question.as_client.as_ref().map(|name| served.decision_service.client_named(name));
+    let as_client = named.transpose()?;
     let parts = &question.parts;
     let mut explanation = Explanation {
         is_live,
@@ -91,7 +98,7 @@ pub async fn explain(
         reason: String::new(),
         now_ms: counters.clock.now().unix_ms,
     };
-    if let Err(error) = explanation.decide(served, question, counters).await {
+    if let Err(error) = explanation.decide(served, question, as_client, counters).await {
         explanation.decision = Decision::Error(error.status());
         explanation.reason = match (&error, &explanation.routes) {
             (RequestError::NoRoute, Some(routes)) => routes.reason.clone(),
@@ -106,19 +113,24 @@ pub async fn explain(
             (error, _) => error.operator_message(),
         };
     }
-    explanation
+    Ok(explanation)
 }
 
 /// Explains what a request would get from a gateway that starts with this configuration: all windows are empty.
-pub async fn explain_without_gateway(config: Config, question: &Question) -> Option<Explanation> {
+///
+/// # Errors
+///
+/// A message for the user.
+pub async fn explain_without_gateway(config: Config, question: &Question) -> Result<Explanation, String> {
     let seed = Seed(fastrand::u64(..), fastrand::u64(..));
     let rule_set = RuleSet::new(config.limiter_rules(), seed, None);
     // Nothing is fetched: a token that needs the key set gets what it gets before the first fetch.
     let published_keys = config.key_set.as_ref().map(|_| Arc::new(PublishedKeys::new(|| {})));
     let served = ServedConfig::new(config, seed, rule_set, Vec::new(), published_keys);
-    let table = Table::with_capacity(1)?;
+    let table = Table::with_capacity(1).ok_or("there is too little memory")?;
     let counters = CounterAccess::new(SharedByWorkers::new(Arc::new(table)), Clock::system(), None);
-    Some(explain(&served, question, &counters, false).await)
+    let explained = explain(&served, question, &counters, false).await;
+    explained.map_err(|_unknown| format!("unknown client `{}`", question.as_client.as_deref().unwrap_or_default()))
 }
 
 impl Explanation {
@@ -127,6 +139,7 @@ impl Explanation {
         &mut self,
         served: &ServedConfig,
         question: &Question,
+        as_client: Option<ClientId>,
         counters: &CounterAccess,
     ) -> Result<(), RequestError> {
         let parts = &question.parts;
@@ -149,7 +162,10 @@ impl Explanation {
         };
         self.routes = Some(RouteChoice::new(served, &view.route_query()));
         let (mut params, tokens) = (Vec::new(), served.token_checker());
-        let resolved = served.resolve(view, &mut params, &tokens, || counters.clock.wall_ms())?;
+        let mut resolved = served.resolve(view, &mut params, &tokens, || counters.clock.wall_ms())?;
+        if as_client.is_some() {
+            resolved = resolved.with_client(as_client);
+        }
         resolved.check(&validated, body_bytes(&parts.headers))?;
         if let (Some(id), Some(plans)) = (resolved.clients.reported_client(&resolved.attributes), &served.clients) {
             let client = &plans.clients[id];

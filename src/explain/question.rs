@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use transom_http::path_normalize::encode_query;
 
 /// The fields of a question in JSON.
-const FIELDS: [&str; 4] = ["method", "url", "headers", "client"];
+const FIELDS: [&str; 5] = ["method", "url", "headers", "client", "as_client"];
 
 /// A request to explain, in the form of HTTP/1.1.
 #[derive(Debug)]
@@ -22,6 +22,8 @@ pub struct Question {
     pub is_secure: bool,
     /// The address that the request comes from.
     pub client: IpAddr,
+    /// The name of the client whose request it is, whatever its fields and its address say.
+    pub as_client: Option<String>,
 }
 
 impl Question {
@@ -73,10 +75,10 @@ impl Question {
             let host = HeaderValue::from_str(&authority).map_err(|_invalid| not_a_url())?;
             parts.headers.insert(HOST, host);
         }
-        Ok(Question { parts, authority, is_secure, client })
+        Ok(Question { parts, authority, is_secure, client, as_client: None })
     }
 
-    /// Parses `{"method": …, "url": …, "headers": {…}, "client": …}`. The value of a header is a string, or a list for a
+    /// Parses `{"method": …, "url": …, "headers": {…}, "client": …, "as_client": …}`. The value of a header is a string, or a list for a
     /// header that is given several times.
     ///
     /// # Errors
@@ -104,17 +106,24 @@ impl Question {
             Some(Value::Object(headers)) => fields_of(headers).ok_or(NOT_HEADERS)?,
             Some(_) => return Err(NOT_HEADERS.to_owned()),
         };
-        Question::new(text("method")?.unwrap_or("GET"), url, &fields, client)
+        let as_client = text("as_client")?.map(str::to_owned);
+        Ok(Question { as_client, ..Question::new(text("method")?.unwrap_or("GET"), url, &fields, client)? })
     }
 
     /// The body of `POST /v1/explain` that asks a question.
-    pub fn to_json(method: &str, url: &str, fields: &[(String, String)], client: IpAddr) -> Value {
+    pub fn to_json(
+        method: &str,
+        url: &str,
+        fields: &[(String, String)],
+        client: IpAddr,
+        as_client: Option<&str>,
+    ) -> Value {
         let mut headers: Map<String, Value> = Map::new();
         for (name, value) in fields {
             let values = headers.entry(name.to_ascii_lowercase()).or_insert_with(|| json!([]));
             values.as_array_mut().into_iter().for_each(|values| values.push(json!(value)));
         }
-        json!({ "method": method, "url": url, "headers": headers, "client": client.to_string() })
+        json!({ "method": method, "url": url, "headers": headers, "client": client.to_string(), "as_client": as_client })
     }
 }
 
@@ -142,7 +151,7 @@ mod tests {
     fn question(url: &str, fields: &[(&str, &str)]) -> Result<Question, String> {
         let fields: Vec<_> = fields.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let asked = Question::new("GET", url, &fields, Question::CLIENT);
-        let body = Question::to_json("GET", url, &fields, Question::CLIENT).to_string();
+        let body = Question::to_json("GET", url, &fields, Question::CLIENT, None).to_string();
         let parsed = Question::from_json(body.as_bytes());
         let head = |question: &Result<Question, String>| {
             question.as_ref().map(|q| (q.parts.uri.clone(), q.parts.headers.clone(), q.is_secure)).map_err(Clone::clone)

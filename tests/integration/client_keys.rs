@@ -368,3 +368,79 @@ fn the_upstream_learns_the_client_and_its_plan() {
     assert_eq!(seen(&[("Authorization", &of_token)]), pair("", "silver"));
     assert_eq!(seen(&[("Authorization", "Bearer forged")]), pair("", ""));
 }
+
+#[test]
+fn the_admin_api_asks_about_clients_by_name() {
+    let toml = config(REFUSE).replace("rules = [\"c\"", "rules = [\"c\", \"p\"")
+        + "[rules.p]\nkey = [\"client\", \"path\"]\non_missing_key = \"skip\"\nwindows = [\"20/366d\"]\n";
+    let gateway = Gateway::start_with(&toml, &clients());
+    let count = |operation: &str, query: Value| gateway.decision(operation, &query).expect(200).json()["count"].clone();
+    get(&gateway, "a1").expect(200);
+    assert_eq!(count("limit", json!({"rule": "c", "client": "acme", "cost": 2})), 3);
+    assert_eq!(count("value", json!({"rule": "c", "client": "acme"})), 3);
+    assert_eq!(count("check", json!({"rule": "p", "client": "acme", "key": ["/a"]})), 1);
+    assert_eq!(count("reset", json!({"rule": "p", "client": "acme", "key": "/a"})), 0);
+    let both = json!({"rules": [{"rule": "c", "client": "acme"}, {"rule": "p", "client": "acme", "key": "/b"}]});
+    assert_eq!(gateway.decision("limit", &both).expect(200).json()["allowed"], true);
+    for (status, query, detail) in [
+        (404, json!({"rule": "c", "client": "acne"}), "unknown client `acne`"),
+        (404, json!({"rule": "d", "client": "acme"}), "unknown rule `d`"),
+        (400, json!({"rule": "address", "client": "acme"}), "has no part `client`"),
+        (400, json!({"rule": "c", "client": "acme", "key": "/a"}), "is the client alone"),
+        (400, json!({"rule": "p", "client": "acme"}), "beside the client, the key of this rule consists of `path`"),
+        (400, json!({"rule": "c", "client": 1}), "is not the name of a client"),
+        (400, json!({"rule": "c", "client": "acme", "id": "0123456789abcdef"}), "both given"),
+    ] {
+        let refused = gateway.decision("value", &query).expect(status).problem();
+        assert!(refused["detail"].as_str().unwrap().contains(detail), "{query}: {refused}");
+    }
+    let question = |name: &str| json!({"url": "http://a/a", "client": "192.0.2.1", "as_client": name});
+    let explained = gateway.decision("explain", &question("acme")).expect(200).json();
+    assert_eq!((&explained["client"]["name"], &explained["request"]["client"]), (&json!("acme"), &json!("192.0.2.1")));
+    assert_eq!(explained["rules"][0]["windows"][0]["count"], 4);
+    gateway.decision("explain", &question("nobody")).expect(404);
+
+    for _ in 0..6 {
+        get(&gateway, "b1");
+    }
+    let admin = |target: &str| Client::connect(gateway.admin).get_with(target, &[("Host", "127.0.0.1")]);
+    let listed = admin("/v1/clients").expect(200).json();
+    let names: Vec<&Value> = listed["clients"].as_array().unwrap().iter().map(|client| &client["name"]).collect();
+    assert_eq!(names, ["acme", "beta"]);
+    let beta = admin("/v1/clients/beta").expect(200).json();
+    assert_eq!((&beta["plan"], beta["keys"].as_array().unwrap().len()), (&json!("silver"), 1));
+    assert!(!beta.to_string().contains(&Digest::of(b"b1").to_string()), "{beta}");
+    let rule = &beta["rules"][0];
+    assert_eq!((&rule["rule"], &rule["windows"][1]["name"]), (&json!("c"), &json!("c-30d")));
+    assert_eq!((&rule["windows"][1]["count"], &rule["windows"][1]["limit"]), (&json!(5), &json!(5)));
+    assert_eq!((&beta["rules"][1]["rule"], &beta["rules"][1]["windows"]), (&json!("p"), &Value::Null));
+    assert_eq!((&beta["refused"][0]["rule"], &beta["refused"][0]["count"]), (&json!("c"), &json!(1)));
+    admin("/v1/clients/nobody").expect(404);
+    assert_eq!(Client::connect(gateway.admin).post("/v1/clients/beta", String::new()).status, 405);
+
+    // The commands ask the gateway.
+    let scratch = TempDir::new();
+    let admin_address = format!("http = \"127.0.0.1:0\"\nadmin = \"{}\"\n", gateway.admin);
+    scratch.write("gateway.toml", format!("[listen]\n{admin_address}{toml}"));
+    scratch.write("clients.toml", clients());
+    let run = |arguments: &[&str]| {
+        let output = Command::new(BINARY).args(arguments).current_dir(scratch.path()).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+    };
+    let (code, out) = run(&["clients", "show", "beta"]);
+    assert!(code == Some(0) && out.contains("c-30d   5 of 5 used, 0 left"), "{out}");
+    assert!(out.contains("refused by rule `c` since ") && out.trim_end().ends_with(": 1"), "{out}");
+    let (_, out) = run(&["clients", "show", "beta", "--json"]);
+    assert_eq!(serde_json::from_str::<Value>(&out).unwrap()["rules"][0]["windows"][1]["count"], 5);
+    assert_eq!(run(&["clients", "show", "nobody"]).0, Some(2));
+    let (code, out) = run(&["explain", "--as-client", "beta", "http://127.0.0.1/a"]);
+    assert!(
+        code == Some(0) && out.contains("client `beta` of plan `silver`") && out.contains("refused with 429"),
+        "{out}"
+    );
+    gateway.stop();
+    let (code, out) = run(&["clients", "show", "acme"]);
+    assert!(code == Some(0) && out.contains("plan:     gold") && !out.contains("rule"), "{out}");
+    let (code, out) = run(&["explain", "--as-client", "acme", "http://127.0.0.1/a"]);
+    assert!(code == Some(0) && out.contains("client `acme` of plan `gold`"), "{out}");
+}

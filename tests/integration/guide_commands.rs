@@ -37,7 +37,7 @@ fn output(command: &str, folder: &Path) -> String {
 
 #[test]
 fn the_guide_to_plans_adds_and_replaces_a_key() {
-    let [add, add_another, list, remove] = <[String; 4]>::try_from(commands("plans")).unwrap();
+    let [add, add_another, list, remove, show] = <[String; 5]>::try_from(commands("plans")).unwrap();
     let rule = guide_blocks("plans", "toml").remove(0);
     let upstream = "[upstreams.u]\nbuiltin = \"echo\"\n";
     let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"per-client\"]\n";
@@ -53,7 +53,8 @@ fn the_guide_to_plans_adds_and_replaces_a_key() {
     assert_eq!(limits, [100_000, 2000]);
     let another = output(&add_another, folder).trim().to_owned();
     eventually("the gateway knows the other key", || get(&another).status == 200);
-    get(&key).expect(200);
+    let left = |key: &str| items(&get(key).expect(200), "ratelimit")[0].get("r");
+    assert_eq!(left(&key), left(&another) + 1, "both keys share one counter");
     // The beginning of a digest, of the length that the guide shows.
     let shown = remove.split(' ').next_back().unwrap();
     let digest = Digest::of(key.as_bytes()).to_string();
@@ -63,6 +64,8 @@ fn the_guide_to_plans_adds_and_replaces_a_key() {
     output(&remove.replace(shown, digest), folder);
     eventually("the former key is unknown", || get(&key).status == 401);
     get(&another).expect(200);
+    let shown = output(&show, folder);
+    assert!(shown.contains("plan:     gold") && !shown.contains(digest), "{shown}");
 }
 
 #[test]

@@ -221,7 +221,7 @@ fn a_listed_key_is_read_and_reset_by_its_id() {
             "value",
             json!({"rules": [{"rule": "per-key", "id": id}]}),
             400,
-            String::from("`id` is not one of `rule`, `key`, `cost`"),
+            String::from("`id` is not one of `rule`, `key`, `client`, `cost`"),
         ),
         ("limit", by_key.clone(), 400, String::from("`/v1/limit` takes a `key`, not an `id`")),
     ] {

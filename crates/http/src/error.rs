@@ -370,6 +370,8 @@ impl fmt::Display for RequestError {
 pub enum DecisionError {
     /// No rule has this name.
     UnknownRule(String),
+    /// No client has this name.
+    UnknownClient(String),
     /// The rule lists no key with this id.
     UnlistedKey {
         rule: String,

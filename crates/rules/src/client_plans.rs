@@ -9,6 +9,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::{Mutex, OnceLock};
 
+use serde_json::{Value, json};
 use smallvec::SmallVec;
 
 use super::key_source::{KeyError, KeySource, RequestAttributes};
@@ -61,6 +62,16 @@ pub struct ClientPlans {
 pub struct KnownClient {
     pub name: String,
     pub plan: PlanId,
+}
+
+/// A client as configured. `key` writes the digest of an API key.
+pub fn describe_client(client: &Client, key: impl Fn(&Digest) -> String) -> Value {
+    json!({
+        "name": client.name, "plan": client.plan,
+        "keys": client.api_keys.iter().map(key).collect::<Vec<_>>(),
+        "subjects": client.subjects,
+        "networks": client.networks.iter().map(ToString::to_string).collect::<Vec<_>>(),
+    })
 }
 
 /// Where requests name their client.

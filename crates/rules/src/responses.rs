@@ -434,6 +434,7 @@ fn encode_grpc_message(message: &str) -> String {
 pub fn decision_error_response(error: &DecisionError) -> LocalResponse {
     let (status, detail) = match error {
         DecisionError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("unknown rule `{name}`")),
+        DecisionError::UnknownClient(name) => (StatusCode::NOT_FOUND, format!("unknown client `{name}`")),
         DecisionError::UnlistedKey { rule, id } => (
             StatusCode::NOT_FOUND,
             format!(

@@ -282,9 +282,9 @@ pub struct TopKey {
     id: u64,
     key: Arc<ListedKey>,
     /// Never too low.
-    count: u64,
+    pub count: u64,
     /// How much the count may be too high.
-    error: u64,
+    pub error: u64,
 }
 
 impl TopList {
@@ -331,6 +331,11 @@ impl TopList {
 }
 
 impl TopKey {
+    /// The name of the client that the key names.
+    pub fn client(&self) -> Option<&str> {
+        self.key.description.client.as_deref()
+    }
+
     pub fn to_json(&self) -> Value {
         let key = &self.key.description;
         json!({
