@@ -168,14 +168,14 @@ fn invented_keys(config: &Config) -> Vec<LintMessage> {
         let sources: Vec<String> = sources.collect();
         let text = match unprotected {
             Some(route) if is_read => format!(
-                "counts by `{part}`, which a client can choose freely, so a new value is a new quota: set \
-                 `on_unknown_key = \"refuse\"`, or add a rule by `ip` to the route {}",
+                "counts by `{part}`, which a client can choose freely, so a new value is a new quota: count \
+                 by `client`, set `on_unknown_key = \"refuse\"`, or add a rule by `ip` to the route {}",
                 quoted(&route.name)
             ),
             // The plan of one client, and a count for each value that the client invents.
             _ if !is_read && !sources.is_empty() && (unprotected.is_some() || !rule.plans.is_empty()) => format!(
-                "`[clients]` reads {}, and the rule counts by `{part}`, which a client can choose freely: count by what \
-                 `[clients]` reads, or read `{part}` there",
+                "`[clients]` reads {}, and the rule counts by `{part}`, which a client can choose freely: count by `client`, \
+                 or read `{part}` there",
                 quoted_list(sources.iter().map(String::as_str), "and")
             ),
             Some(route) => format!(
@@ -743,9 +743,9 @@ mod tests {
         assert_eq!(notes("", "\"header:x-user\"", "", "\"r\""), [alone]);
         let clients = "[clients]\nfile = \"c.toml\"\napi_key = \"header:x-api-key\"";
         let other = "r: warning: `[clients]` reads `header:x-api-key`, and the rule counts by `header:x-user`, which a client \
-                     can choose freely: count by what `[clients]` reads, or read `header:x-user` there";
+                     can choose freely: count by `client`, or read `header:x-user` there";
         let counted = "r: warning: counts by `header:x-api-key`, which a client can choose freely, so a new value is a new quota: \
-                       set `on_unknown_key = \"refuse\"`, or add a rule by `ip` to the route `/{*rest}`";
+                       count by `client`, set `on_unknown_key = \"refuse\"`, or add a rule by `ip` to the route `/{*rest}`";
         let key = "\"header:x-api-key\"";
         assert_eq!(notes(clients, key, "", "\"r\""), [counted]);
         assert!(notes(clients, key, "", "\"r\", \"address\"").is_empty());
