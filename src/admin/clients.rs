@@ -6,7 +6,6 @@ use serde_json::{Map, Value, json};
 use super::decision_json::{render_concurrency, render_window};
 use super::{AdminState, DecisionApi, top_query};
 use crate::decision::{DecisionOutputs, DecisionQuery, Operation, QueryKey, RuleQuery};
-use transom_config::clients::Client;
 use transom_config::key_kind::CLIENT;
 use transom_http::error::DecisionError;
 use transom_limiter::handles::Handle as _;
@@ -24,9 +23,7 @@ pub async fn response(state: &AdminState, uri: &Uri) -> LocalResponse {
     let decision_api = state.decision_api.borrow().clone();
     let Some(decision_api) = decision_api else { return responses::not_ready_response(String::from("starting\n")) };
     let found = match name_in(uri.path()) {
-        None => Ok(
-            json!({ "clients": clients(&decision_api).iter().map(|client| describe_client(client, Digest::brief)).collect::<Vec<_>>() }),
-        ),
+        None => Ok(json!({ "clients": describe_all(&decision_api) })),
         Some(name) => client_with_usage(state, &decision_api, name).await,
     };
     match found {
@@ -35,15 +32,15 @@ pub async fn response(state: &AdminState, uri: &Uri) -> LocalResponse {
     }
 }
 
-fn clients(decision_api: &DecisionApi) -> &[Client] {
-    decision_api.served.config.clients.as_ref().map_or(&[], |clients| &clients.list)
+fn describe_all(decision_api: &DecisionApi) -> Vec<Value> {
+    let Some(clients) = &decision_api.served.config.clients else { return Vec::new() };
+    clients.list.iter().map(|client| describe_client(clients, client, Digest::brief)).collect()
 }
 
 async fn client_with_usage(state: &AdminState, decision_api: &DecisionApi, name: &str) -> Result<Value, DecisionError> {
     let served = &decision_api.served;
     let position = served.decision_service.client_named(name)?;
-    let described = clients(decision_api).get(position.index());
-    let mut described = described.map(|client| describe_client(client, Digest::brief)).unwrap_or_default();
+    let mut described = describe_all(decision_api).into_iter().nth(position.index()).unwrap_or_default();
     let mut rules = Vec::new();
     for rule in served.config.rules.iter().filter(|rule| rule.counts_clients()) {
         let key: Vec<String> = rule.key.iter().map(KeyPart::to_string).collect();

@@ -118,7 +118,9 @@ pub async fn refusals_of(state: &AdminState, served: &Arc<ServedConfig>, client:
         let of_client = list.keys.iter().filter(|key| key.client() == Some(client));
         let (count, error) = of_client.fold((0, 0), |(count, error), key| (count + key.count, error + key.error));
         let since = since(&list);
-        (count > 0).then(|| json!({ "rule": rule.rule.name, "since": since, "count": count, "error": error }))
+        let (name, is_shadow) = (&rule.rule.name, rule.rule.is_shadow());
+        (count > 0)
+            .then(|| json!({ "rule": name, "shadow": is_shadow, "since": since, "count": count, "error": error }))
     });
     refusals.collect()
 }

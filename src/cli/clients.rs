@@ -136,8 +136,9 @@ fn list(path: &Path, is_json: bool) -> Result<(), Failure> {
     let config = read_config(path, &mut FileWatch::default())
         .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))?;
     if is_json {
-        let client = |client: &Client| describe_client(client, Digest::to_string);
-        let clients: Vec<Value> = clients_of(&config, path)?.list.iter().map(client).collect();
+        let clients = clients_of(&config, path)?;
+        let client = |client: &Client| describe_client(clients, client, Digest::to_string);
+        let clients: Vec<Value> = clients.list.iter().map(client).collect();
         print_out!("{:#}", json!({ "clients": clients }));
         return Ok(());
     }

@@ -301,7 +301,7 @@ fn a_request_without_credentials_is_told_what_the_api_needs() {
     let networks = config(REFUSE).replace("api_key = \"header:x-api-key\"\n", "");
     let gateway = Gateway::start_with(&networks, "[clients.acme]\nplan = \"gold\"\nnetworks = [\"10.0.0.0/8\"]\n");
     let missing = gateway.get("/a").expect(400);
-    assert_eq!(missing.problem()["detail"], "the address belongs to no client of this API");
+    assert_eq!(missing.problem()["detail"], "neither the address nor a certificate belongs to a client of this API");
     assert_eq!(missing.field("www-authenticate"), None);
 }
 
@@ -311,7 +311,7 @@ fn a_token_names_the_plan_of_a_subject_without_client() {
     let scratch = TempDir::new();
     let section = format!("{}{SECTION}subject = \"jwt:sub\"\nplan = \"jwt:plan\"\n", issuer.keys(&scratch));
     let toml = config(REFUSE).replace(SECTION, &section).replace("rules = [\"c\"", "rules = [\"c\", \"s\"")
-        + "[rules.s]\nkey = \"jwt:sub\"\non_missing_key = \"skip\"\nwindows = [\"10/366d\"]\n\
+        + "[rules.s]\nkey = \"jwt:sub\"\non_missing_key = \"skip\"\non_unknown_key = \"refuse\"\nwindows = [\"10/366d\"]\n\
            plans.gold.windows = [\"200/366d\"]\n";
     let clients = client_toml("acme", "silver", &["a1"], "subjects = [\"alice\"]\nnetworks = [\"127.0.0.0/8\"]")
         + &client_toml("dave", "silver", &["d1"], "");
@@ -339,6 +339,20 @@ fn a_token_names_the_plan_of_a_subject_without_client() {
     let query = json!({"rule": "c", "key": "subject:dave"}).to_string();
     let value = Client::connect(process.admin).request("POST", "/v1/value", &[("Host", "127.0.0.1")], query.as_bytes());
     assert_eq!(value.expect(200).json()["count"], 2);
+}
+
+/// A session cookie names the subject: whoever has it is that client.
+#[test]
+fn subjects_that_are_secrets_are_listed_as_digests() {
+    let section = format!("{SECTION}subject = \"cookie:sid\"\n");
+    let clients = client_toml("acme", "gold", &["a1"], "subjects = [\"s3cret\"]");
+    let gateway = Gateway::start_with(&config(REFUSE).replace(SECTION, &section), &clients);
+    gateway.get_with("/a", &[("Cookie", "sid=s3cret")]).expect(200);
+    for path in ["/v1/clients", "/v1/clients/acme"] {
+        let answer =
+            Client::connect(gateway.admin).get_with(path, &[("Host", "127.0.0.1")]).expect(200).json().to_string();
+        assert!(answer.contains("sha256:") && !answer.contains("s3cret"), "{answer}");
+    }
 }
 
 #[test]

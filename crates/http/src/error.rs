@@ -325,9 +325,9 @@ impl fmt::Display for RequestError {
                 write!(f, "the request that the proxy asks about is not clear: {problem}")
             }
             RequestError::RouteField(field) => write!(f, "the request gives `{field}` more than once"),
-            // Clients are known by nothing but their addresses.
+            // Clients are known by their addresses or certificates only.
             RequestError::KeyMissing { part, .. } if part == "client" => {
-                f.write_str("the address belongs to no client of this API")
+                f.write_str("neither the address nor a certificate belongs to a client of this API")
             }
             RequestError::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
             RequestError::KeyAmbiguous { part, .. } => {

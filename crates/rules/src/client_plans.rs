@@ -16,7 +16,7 @@ use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::{ClientId, PlanId};
 use transom_config::clients::{Client, Clients};
 use transom_config::key::OnUnknownKey;
-use transom_config::key_kind::{CLIENT, Credentials, Identifies, KeyKind, number as kind};
+use transom_config::key_kind::{CLIENT, Credentials, Identifies, KeyKind, is_secret_part, number as kind};
 use transom_http::error::{NoClient, RequestError};
 use transom_http::request_values::bearer_token;
 use transom_jwt::token::{TokenError, may_be_token};
@@ -64,12 +64,18 @@ pub struct KnownClient {
     pub plan: PlanId,
 }
 
-/// A client as configured. `key` writes the digest of an API key.
-pub fn describe_client(client: &Client, key: impl Fn(&Digest) -> String) -> Value {
+/// A client as configured. `digest` writes the digest of an API key, and of a subject that is a secret.
+pub fn describe_client(clients: &Clients, client: &Client, digest: impl Fn(&Digest) -> String) -> Value {
+    let is_secret = |part: &KeyPart| is_secret_part(part) || clients.api_key.contains(part);
+    let has_secret_subjects = clients.subject.as_ref().is_some_and(is_secret);
+    let subject = |subject: &String| match has_secret_subjects {
+        true => digest(&Digest::of(subject.as_bytes())),
+        false => subject.clone(),
+    };
     json!({
         "name": client.name, "plan": client.plan,
-        "keys": client.api_keys.iter().map(key).collect::<Vec<_>>(),
-        "subjects": client.subjects,
+        "keys": client.api_keys.iter().map(&digest).collect::<Vec<_>>(),
+        "subjects": client.subjects.iter().map(subject).collect::<Vec<_>>(),
         "networks": client.networks.iter().map(ToString::to_string).collect::<Vec<_>>(),
     })
 }
@@ -281,7 +287,8 @@ impl ClientPlans {
 
     /// The plan of a caller, as of a request with the same values.
     pub fn plan_of(&self, caller: &CallerIdentity) -> Option<PlanId> {
-        let by_network = || self.by_network.most_specific(caller.address?);
+        // The plan of a subject of no client is in its token only; the network of a client does not give it another.
+        let by_network = || self.by_network.most_specific(caller.address.filter(|_| !caller.is_subject)?);
         let client = caller.by_name.or(caller.by_api_key).or(caller.by_subject).or_else(by_network)?;
         Some(self.clients[client].plan)
     }
@@ -505,9 +512,10 @@ impl<'a> ClientLookup<'a> {
             }
         };
         // A request has the name of its client, or lacks the part.
+        let is_known = |named| matches!(named, Named::Client(_) | Named::OfPlan(_));
         Ok(part.is_name
-            || by_api_key.client().is_some()
-            || (part.is_subject && self.by_subject(plans, request).map_err(drop_name)?.client().is_some()))
+            || is_known(by_api_key)
+            || (part.is_subject && is_known(self.by_subject(plans, request).map_err(drop_name)?)))
     }
 
     fn by_api_key(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Result<Named, LookupError<'a>> {

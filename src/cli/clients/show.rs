@@ -20,14 +20,15 @@ pub fn show(path: &Path, name: &str, is_json: bool) -> Result<(), Failure> {
     let failed = |reason: String| Failure(Exit::Failed, format!("transom: {reason}\n"));
     let config = read_config(path, &mut FileWatch::default())
         .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))?;
-    let client = find_client(clients_of(&config, path)?, name)?;
+    let clients = clients_of(&config, path)?;
+    let client = find_client(clients, name)?;
     let address = admin_client::admin_address(&config);
     let answer = match &address {
         Some(address) => ask_gateway(address, name).map_err(failed)?,
         None => None,
     };
     let is_live = answer.is_some();
-    let client = answer.unwrap_or_else(|| describe_client(client, Digest::brief));
+    let client = answer.unwrap_or_else(|| describe_client(clients, client, Digest::brief));
     if is_json {
         print_out!("{client:#}");
     } else {
@@ -89,7 +90,8 @@ fn text(client: &Value) -> String {
     }
     for refusals in refused {
         let (count, rule, since) = (&refusals["count"], word(&refusals["rule"]), word(&refusals["since"]));
-        let _ = writeln!(text, "refused by rule `{rule}` since {since}: {count}");
+        let refused = if refusals["shadow"] == true { "admitted, not by the shadow" } else { "refused by" };
+        let _ = writeln!(text, "{refused} rule `{rule}` since {since}: {count}");
     }
     text
 }
