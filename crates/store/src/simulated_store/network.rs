@@ -37,6 +37,8 @@ struct State {
     links: Vec<Link>,
     /// Whether connections are refused.
     is_down: bool,
+    /// Whether calls were lost before the store has executed them.
+    has_lost_calls: bool,
     /// Whether the store does not know the digests of the scripts, by `Call::is_refund`.
     forgot_script: [bool; 2],
 }
@@ -207,12 +209,12 @@ impl Network {
     /// Breaks all connections. Calls that were not executed are lost.
     fn cut_all(&self) {
         let wakers: Vec<Waker> = {
-            let mut state = self.state();
-            state
-                .links
+            let State { links, has_lost_calls, .. } = &mut *self.state();
+            links
                 .iter_mut()
                 .filter_map(|link| {
                     link.cut();
+                    *has_lost_calls |= !link.calls.is_empty();
                     link.calls.clear();
                     link.reader.take()
                 })
@@ -227,6 +229,11 @@ impl Network {
         if is_down {
             self.cut_all();
         }
+    }
+
+    /// Whether calls were lost before the store has executed them: they are not sent again.
+    pub fn has_lost_calls(&self) -> bool {
+        self.state().has_lost_calls
     }
 
     pub fn is_down(&self) -> bool {
@@ -285,6 +292,7 @@ impl Network {
     pub fn hash(&self, hasher: &mut impl Hasher) {
         let state = self.state();
         (&state.store, &state.replica, state.is_down, state.time_ms, state.forgot_script).hash(hasher);
+        state.has_lost_calls.hash(hasher);
         for link in &state.links {
             (link.gateway, link.is_cut, &link.calls, link.history).hash(hasher);
         }
