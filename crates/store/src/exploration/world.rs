@@ -337,7 +337,12 @@ impl World {
             }
             Event::Advance { ms } => {
                 self.scenario.steps.remove(0);
-                self.books.has_counted_alone |= ms >= TIMEOUT_MS && !self.network.busy().is_empty();
+                let now_ms = self.clock.now().unix_ms + ms;
+                let times_out = |request: &Rc<Request>| {
+                    matches!(*request.stage.borrow(), Stage::Waits) && now_ms >= request.begun_ms + TIMEOUT_MS
+                };
+                let has_late = self.gateways.iter().any(|gateway| gateway.requests.iter().any(times_out));
+                self.books.has_counted_alone |= has_late;
                 self.advance(ms).await;
             }
         }
