@@ -53,7 +53,7 @@ MISTAKES = [
         ".any(|_| false)",
     ),
     (
-        "a store that has lost data is not told the known usage",
+        "the usage that a gateway knows is not sent to a store that has lost data",
         "shared_counters.rs",
         "self.reconnected_ms.set(self.clock.now().unix_ms.saturating_sub(elapsed.as_millis() as u64));",
         "_ = elapsed;",

@@ -33,14 +33,17 @@ pub async fn response(state: &AdminState, uri: &Uri) -> LocalResponse {
 }
 
 fn describe_all(decision_api: &DecisionApi) -> Vec<Value> {
-    let Some(clients) = &decision_api.served.config.clients else { return Vec::new() };
-    clients.list.iter().map(|client| describe_client(clients, client, Digest::brief)).collect()
+    let clients = decision_api.served.config.clients.iter();
+    clients
+        .flat_map(|clients| clients.list.iter().map(|client| describe_client(clients, client, Digest::brief)))
+        .collect()
 }
 
 async fn client_with_usage(state: &AdminState, decision_api: &DecisionApi, name: &str) -> Result<Value, DecisionError> {
     let served = &decision_api.served;
     let position = served.decision_service.client_named(name)?;
-    let mut described = describe_all(decision_api).into_iter().nth(position.index()).unwrap_or_default();
+    let Some(clients) = &served.config.clients else { return Ok(Value::Null) };
+    let mut described = describe_client(clients, &clients.list[position.index()], Digest::brief);
     let mut rules = Vec::new();
     for rule in served.config.rules.iter().filter(|rule| rule.counts_clients()) {
         let key: Vec<String> = rule.key.iter().map(KeyPart::to_string).collect();

@@ -106,7 +106,7 @@ fn a_subject_of_no_client_is_unknown_and_no_subject_is_missing() {
     assert_eq!(remaining(&get(&gateway, "a1").expect(200), "c"), 99);
     assert_eq!(remaining(&request(json!({"sub": "alice"})).expect(200), "c"), 98);
     assert_eq!(remaining(&request(json!({"sub": "bob"})).expect(200), "c"), 97);
-    // A token that names nobody is not rescued by the network either.
+    // An unknown subject does not fall back to the client of the network.
     for claims in [json!({"sub": "eve"}), json!({"role": "admin"})] {
         let unknown = request(claims).expect(401);
         assert_eq!(unknown.field("www-authenticate"), Some("Bearer error=\"invalid_token\""));
@@ -268,7 +268,7 @@ fn tokens_and_opaque_keys_come_in_one_field() {
 }
 
 #[test]
-fn a_request_without_credentials_is_told_what_the_api_needs() {
+fn a_401_without_credentials_states_what_the_api_needs() {
     let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let section = format!("{}{SECTION}subject = \"jwt:sub\"\n", issuer.keys(&scratch));
     let both = config(REFUSE).replace(SECTION, &section);

@@ -1,9 +1,8 @@
 //! Gateways that share counters through a Redis Cluster of three masters: across slots, while a slot moves, and while a node is
 //! dead.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
 
 use crate::support::eventually;
 use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT, count_admitted_by, rule_by_key, shared_config};
@@ -45,30 +44,32 @@ fn a_slot_migration_under_load_grants_no_extra_tokens() {
         let gateways = GatewayGroup::start(2, &config(&cluster, mode, &rule_by_key("[\"4000/30d\"]", "")));
         let mut admitted_in_all = count_admitted_by(&gateways.0[0], mode, 1);
         let slot = cluster.slot(&counter(&cluster, &format!("{{r|{mode}}}")));
-        let moved = AtomicBool::new(false);
-        admitted_in_all += thread::scope(|scope| {
+        let (moved, admitted_by_clients) = (AtomicBool::new(false), AtomicUsize::new(0));
+        thread::scope(|scope| {
             let clients: Vec<_> = gateways
                 .0
                 .iter()
                 .map(|gateway| {
                     scope.spawn(|| {
-                        let mut admitted = 0;
                         while !moved.load(Ordering::Relaxed) {
-                            admitted += count_admitted_by(gateway, mode, 20);
+                            let admitted = count_admitted_by(gateway, mode, 20);
+                            admitted_by_clients.fetch_add(admitted, Ordering::Relaxed);
                         }
-                        admitted
                     })
                 })
                 .collect();
             let from = cluster.owner(slot);
             for step in 1..4 {
                 cluster.move_slot(slot, (from + step) % 3);
-                // Requests before and after each move.
-                thread::sleep(Duration::from_millis(200));
+                let before = admitted_by_clients.load(Ordering::Relaxed);
+                eventually("requests are admitted after the move", || {
+                    admitted_by_clients.load(Ordering::Relaxed) >= before + 200
+                });
             }
             moved.store(true, Ordering::Relaxed);
-            clients.into_iter().map(|client| client.join().unwrap()).sum::<usize>()
+            clients.into_iter().for_each(|client| client.join().unwrap());
         });
+        admitted_in_all += admitted_by_clients.into_inner();
         admitted_in_all += gateways.count_admitted(mode, 1100);
         let key = counter(&cluster, &format!("{{r|{mode}}}"));
         let counted: usize = cluster.cli(&key, &["GET", &key]).parse().unwrap();

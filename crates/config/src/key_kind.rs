@@ -121,7 +121,7 @@ pub enum Identifies {
     ApiKeyOrSubject(Credentials),
 }
 
-/// How callers are told of a part that identifies clients.
+/// The wording and the challenges of 401 responses about a part that identifies clients.
 #[derive(Clone, Copy)]
 pub struct Credentials {
     /// What the part is as a subject.

@@ -185,8 +185,8 @@ impl ChargePlan {
         self.retry_at_ms(context, now_ms)
     }
 
-    /// What the rules would decide about a request whose counters were peeked at. `admits`: the windows have room. Peeks at the
-    /// slots as well, and notes which of them would refuse the request, or let it wait.
+    /// The decision about a request whose counters were read without a charge. `admits`: all windows have enough tokens. Reads the
+    /// slots too, and sets the state of those that are all in use: the request would wait, or be refused.
     #[cold]
     pub fn decide_peeked(&self, admits: bool, now_ms: u64, context: &mut DecisionContext) -> Decision {
         let may_wait = |position: PlanPosition| {

@@ -1,7 +1,6 @@
 //! What each rule decided about a request, for metrics, logs, reports and responses.
 //!
-//! A [`Verdicts`] borrows the result of a decision, and derives what is asked for: a request whose details nobody reads does not
-//! pay for them.
+//! A [`Verdicts`] borrows the result of a decision. Details are derived when they are read, and cost other requests nothing.
 
 use crate::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use crate::concurrency::{ConcurrencyUsage, SlotState};
@@ -177,7 +176,7 @@ impl<'a> Verdict<'a> {
             Decision::Refused => Outcome::RefusedElsewhere,
             _ if self.has_slot_state(SlotState::Waited) => Outcome::Waited,
             Decision::Delayed { waiter: Some(waiter), .. } if waiter.position == self.position => Outcome::Delayed,
-            // A window without room that is only looked at, or one of which later tokens were taken.
+            // A full window that was read without a charge, or a window whose later tokens were charged.
             Decision::Delayed { waiter: None, .. }
                 if charges.any(|charge| charge.is_full || charge_plan.takes_later_tokens(charge)) =>
             {
@@ -260,13 +259,13 @@ impl<'a> WindowVerdict<'a> {
         Some(WindowVerdict { charge, all: self.all })
     }
 
-    /// The usage that clients are told: see [`DecisionContext::stated_usage`].
+    /// The usage in responses: see [`DecisionContext::stated_usage`].
     pub fn stated_usage(self) -> Usage {
         let penalty = self.all.charge_plan.penalty(self.charge.layer.position);
         self.all.context.stated_usage(self.charge, penalty, u64::from(self.capacity()))
     }
 
-    /// When the window has room for the request, if the key makes no other requests; `None` if never.
+    /// When the window admits the request, if the key makes no other requests; `None` if never.
     #[inline]
     pub fn available_at_ms(self, now_ms: u64) -> Option<u64> {
         self.all.charge_plan.rule_set().available_at_ms(self.charge, self.charge.layer.id, now_ms)

@@ -344,8 +344,7 @@ impl Named {
     }
 }
 
-/// Whose request it is, where requests of no client are told apart: a key that was revoked belongs to no client, even if a
-/// client has the address.
+/// The client of a request under rules by client. A revoked key is unknown, even if the address belongs to a client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Identity {
     Client(ClientId),
@@ -375,7 +374,7 @@ impl<'a> ClientLookup<'a> {
         ClientLookup { plans, by_api_key, by_subject, by_network }
     }
 
-    /// A request of which is known whose it is; `None`: of no client.
+    /// The lookup of a request whose client is given; `None`: an unknown client.
     pub fn known(plans: Option<&'a ClientPlans>, client: Option<ClientId>) -> ClientLookup<'a> {
         let named = client.map_or(Named::Unknown, Named::Client);
         ClientLookup {
@@ -553,7 +552,7 @@ fn look_up<'s>(
     }
 }
 
-/// How callers are told of a part that identifies clients.
+/// The wording and the challenges of 401 responses about a part; `None` for parts without credentials.
 fn credentials_of(part: &KeyPart) -> Option<Credentials> {
     match KeyKind::of(part).identifies {
         Identifies::ApiKeyOrSubject(credentials) | Identifies::Subject(credentials) => Some(credentials),

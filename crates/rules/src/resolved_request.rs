@@ -114,7 +114,7 @@ impl CompiledConfig {
 }
 
 impl<'a> ResolvedRequest<'a> {
-    /// For a request of which is known from elsewhere whose it is; `None`: of no client.
+    /// Sets the client of the request; `None`: an unknown client.
     pub fn with_client(self, client: Option<ClientId>) -> ResolvedRequest<'a> {
         ResolvedRequest { clients: ClientLookup::known(self.clients.plans, client), ..self }
     }

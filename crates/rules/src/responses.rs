@@ -217,8 +217,8 @@ pub fn refusal_response(
         let full = verdicts.slots().iter().filter(|usage| usage.state == SlotState::Full);
         full.map(|usage| verdicts.of_rule(usage.position))
     };
-    // When the window that blocks longest has room; `None` if never, for a request of this cost. A slot may become free at any
-    // time, and has no window.
+    // The time at which the last of the full windows admits the request, and that window; no time: never, with this cost. A slot
+    // may become free at any time, and has no window.
     let mut longest: (Option<u64>, Option<WindowVerdict<'_>>) = (Some(0), None);
     for window in verdicts.full_windows() {
         let available_ms = window.available_at_ms(now_ms);

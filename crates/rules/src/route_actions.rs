@@ -203,7 +203,7 @@ fn header_changes(fields: &FieldChanges) -> Vec<HeaderChange> {
     let remove = fields.remove.iter().filter_map(named).map(HeaderChange::Remove);
     let set = fields.set.iter().filter_map(|(name, text)| Some(HeaderChange::Set(named(name)?, text.clone())));
     let add = fields.add.iter().filter_map(|(name, text)| Some(HeaderChange::Add(named(name)?, text.clone())));
-    // Whoever reads who the client is must not read it from the caller.
+    // The caller's field is removed, so that the upstream reads the client from the gateway only.
     let about_client = fields.add.iter().filter(|(_name, text)| text.names_client());
     let replaced = about_client.filter_map(|(name, _text)| named(name)).map(HeaderChange::Remove);
     remove.chain(replaced).chain(set).chain(add).collect()

@@ -90,7 +90,7 @@ fn text(client: &Value) -> String {
     }
     for refusals in refused {
         let (count, rule, since) = (&refusals["count"], word(&refusals["rule"]), word(&refusals["since"]));
-        let refused = if refusals["shadow"] == true { "admitted, not by the shadow" } else { "refused by" };
+        let refused = if refusals["shadow"] == true { "would have been refused by shadow" } else { "refused by" };
         let _ = writeln!(text, "{refused} rule `{rule}` since {since}: {count}");
     }
     text

@@ -43,7 +43,7 @@ pub fn explore(scenario: &Scenario) -> Exploration {
                 let events = world.enabled();
                 let Some(first) = events.first().copied() else {
                     found.ends += 1;
-                    world.come_to_rest().await;
+                    world.drain().await;
                     break;
                 };
                 path.push((events, 0, hash));
@@ -72,7 +72,7 @@ pub fn explore(scenario: &Scenario) -> Exploration {
 
 /// Lets `events` random events happen, and checks what the store counts afterwards. Returns how many have happened, or if a
 /// property is violated, which.
-pub fn wander(scenario: &Scenario, seed: u64, events: usize) -> Result<usize, String> {
+pub fn run_at_random(scenario: &Scenario, seed: u64, events: usize) -> Result<usize, String> {
     run(async {
         let mut rng = Rng::with_seed(seed);
         let mut world = World::new(scenario).await;
@@ -91,7 +91,7 @@ pub fn wander(scenario: &Scenario, seed: u64, events: usize) -> Result<usize, St
             world.apply(event).await;
         }
         if world.broken().is_none() {
-            world.come_to_rest().await;
+            world.drain().await;
         }
         match world.broken() {
             None => Ok(happened.len()),
@@ -120,7 +120,7 @@ pub fn trace(scenario: &Scenario, events: &[Event]) -> String {
             world.apply(*event).await;
         }
         if world.broken().is_none() {
-            world.come_to_rest().await;
+            world.drain().await;
         }
         world.log.unwrap_or_default()
     })

@@ -4,7 +4,7 @@
 
 use fastrand::Rng;
 
-use super::explore::{explore, trace, wander};
+use super::explore::{explore, run_at_random, trace};
 use super::world::{RequestKind, Scenario, TIMEOUT_MS, refunded, request};
 use crate::test_worker::{leased, named};
 use transom_limiter::rule::{OnOutage, Rule, Sharing};
@@ -39,13 +39,13 @@ fn refuses_in_outages(rule: Rule) -> Rule {
 
 /// Asserts that all states of these requests, with what `change` adds, satisfy all properties; for each kind of windows, with leases
 /// and without.
-fn hold(requests: &[&[RequestKind]], change: impl Fn(&mut Scenario)) {
+fn holds_for_all_windows(requests: &[&[RequestKind]], change: impl Fn(&mut Scenario)) {
     for rule in rules() {
-        hold_for(rule, requests, &change);
+        holds_in_both_modes(rule, requests, &change);
     }
 }
 
-fn hold_for(rule: Rule, requests: &[&[RequestKind]], change: impl Fn(&mut Scenario)) {
+fn holds_in_both_modes(rule: Rule, requests: &[&[RequestKind]], change: impl Fn(&mut Scenario)) {
     holds(vec![rule.clone()], requests, &change);
     holds(vec![exact(rule)], requests, change);
 }
@@ -82,17 +82,17 @@ const ALONE: &[&[RequestKind]] = &[&[request(0), request(0), request(0)]];
 
 #[test]
 fn without_failures() {
-    hold(TWO_EACH, |_| ());
+    holds_for_all_windows(TWO_EACH, |_| ());
 }
 
 #[test]
 fn when_clients_leave() {
-    hold(THREE, |scenario| scenario.cancels = 1);
+    holds_for_all_windows(THREE, |scenario| scenario.cancels = 1);
 }
 
 #[test]
 fn when_a_window_ends() {
-    hold(ONE_EACH, |scenario| {
+    holds_for_all_windows(ONE_EACH, |scenario| {
         scenario.steps = vec![60_000];
         scenario.rules = scenario.rules.drain(..).map(refuses_in_outages).collect();
     });
@@ -100,7 +100,7 @@ fn when_a_window_ends() {
 
 #[test]
 fn when_replies_are_late() {
-    hold(ONE_EACH, |scenario| scenario.steps = steps(&[LATE_MS], &[LATE_MS, LATE_MS]));
+    holds_for_all_windows(ONE_EACH, |scenario| scenario.steps = steps(&[LATE_MS], &[LATE_MS, LATE_MS]));
 }
 
 /// A reply in time grants what other requests have been counted for meanwhile, because theirs was late.
@@ -123,26 +123,26 @@ fn when_responses_state_more_than_was_charged() {
 
 #[test]
 fn when_a_connection_breaks() {
-    hold(THREE, |scenario| scenario.cuts = 1);
+    holds_for_all_windows(THREE, |scenario| scenario.cuts = 1);
     let [plain, ..] = rules();
-    hold_for(refuses_in_outages(plain), THREE, |scenario| scenario.cuts = 1);
+    holds_in_both_modes(refuses_in_outages(plain), THREE, |scenario| scenario.cuts = 1);
 }
 
 #[test]
 fn when_a_gateway_dies() {
-    hold(THREE, |scenario| scenario.kills = 1);
+    holds_for_all_windows(THREE, |scenario| scenario.kills = 1);
 }
 
 #[test]
 fn when_a_store_restarts_without_data() {
-    hold(ONE_EACH, |scenario| scenario.restarts = 1);
-    hold(ALONE, |scenario| scenario.restarts = 1);
+    holds_for_all_windows(ONE_EACH, |scenario| scenario.restarts = 1);
+    holds_for_all_windows(ALONE, |scenario| scenario.restarts = 1);
 }
 
 #[test]
 fn when_a_replica_is_promoted() {
-    hold(ONE_EACH, |scenario| scenario.failovers = 1);
-    hold(ALONE, |scenario| scenario.failovers = 1);
+    holds_for_all_windows(ONE_EACH, |scenario| scenario.failovers = 1);
+    holds_for_all_windows(ALONE, |scenario| scenario.failovers = 1);
 }
 
 /// A refunded token of a lease goes back to the store.
@@ -157,7 +157,7 @@ fn when_leases_are_idle() {
 fn over_outages() {
     // An outage has many states.
     for rule in rules().into_iter().take(if is_wide() { usize::MAX } else { 1 }) {
-        hold_for(rule, ONE_EACH, |scenario| {
+        holds_in_both_modes(rule, ONE_EACH, |scenario| {
             scenario.outages = 1;
             scenario.steps = steps(&[RECOVERY_MS], &[LATE_MS, RECOVERY_MS]);
         });
@@ -168,7 +168,7 @@ fn over_outages() {
 #[test]
 fn over_outages_of_a_single_gateway() {
     for rule in rules().into_iter().step_by(if is_wide() { 1 } else { 2 }) {
-        hold_for(rule, ALONE, |scenario| {
+        holds_in_both_modes(rule, ALONE, |scenario| {
             scenario.outages = 1;
             scenario.steps = steps(&[RECOVERY_MS], &[LATE_MS, RECOVERY_MS]);
         });
@@ -191,16 +191,16 @@ fn with_rules_of_both_modes() {
 #[test]
 fn with_rules_in_two_slots() {
     let rules = || vec![exact(leased(&["2/minute"])), named("other", exact(leased(&["1/hour"])))];
-    let hold = |change: &dyn Fn(&mut Scenario)| {
+    let holds_in_cluster = |change: &dyn Fn(&mut Scenario)| {
         holds(rules(), ONE_EACH, |scenario| {
             scenario.is_cluster = true;
             change(scenario);
         });
     };
-    hold(&|_| ());
-    hold(&|scenario| scenario.cancels = 1);
-    hold(&|scenario| scenario.cuts = 1);
-    hold(&|scenario| scenario.kills = 1);
+    holds_in_cluster(&|_| ());
+    holds_in_cluster(&|scenario| scenario.cancels = 1);
+    holds_in_cluster(&|scenario| scenario.cuts = 1);
+    holds_in_cluster(&|scenario| scenario.kills = 1);
 }
 
 /// Four gateways, thousands of requests, and all kinds of failures at random. A failure prints the seed: run the test again with
@@ -228,7 +228,7 @@ fn random_events() {
         if rng.bool() {
             (scenario.restarts, scenario.failovers, scenario.kills) = (3, 3, 1);
         }
-        match wander(&scenario, seed, 8000) {
+        match run_at_random(&scenario, seed, 8000) {
             Ok(events) => println!("TRANSOM_SEED={seed}: {events} events"),
             Err(broken) => panic!("TRANSOM_SEED={seed}: {broken}"),
         }

@@ -133,14 +133,14 @@ pub enum Event {
     },
     /// The store executes the next call of a connection.
     Execute {
-        link: usize,
+        connection: usize,
     },
     /// The next reply on a connection arrives.
     Deliver {
-        link: usize,
+        connection: usize,
     },
     Cut {
-        link: usize,
+        connection: usize,
     },
     BeginOutage,
     EndOutage,
@@ -176,7 +176,7 @@ enum Stage {
     Waits,
     Decided(Box<SharedOutcome>),
     Unavailable,
-    /// Noted in the books.
+    /// Counted in the observations.
     Admitted(Box<SharedOutcome>),
     Ended,
 }
@@ -202,7 +202,7 @@ type CounterOfKey = (LayerId, usize);
 
 /// What a user sees, and what the store has lost.
 #[derive(Clone, Default, Hash)]
-struct Books {
+struct Observations {
     /// Tokens of admitted requests, by counter and end of the window.
     admitted: BTreeMap<(usize, String, u64), u64>,
     forgotten: BTreeMap<(usize, String), u64>,
@@ -222,7 +222,7 @@ pub struct World {
     gateways: Vec<Gateway>,
     rule_set: Arc<RuleSet>,
     charge_plan: Rc<ChargePlan>,
-    books: Books,
+    observed: Observations,
     broken: Option<String>,
     /// What has happened, if that is written down.
     pub log: Option<String>,
@@ -248,7 +248,7 @@ impl World {
             gateways,
             rule_set,
             charge_plan,
-            books: Books::default(),
+            observed: Observations::default(),
             broken: None,
             log: None,
         };
@@ -265,9 +265,10 @@ impl World {
     pub fn enabled(&self) -> Vec<Event> {
         let Scenario { requests, steps, cuts, outages, restarts, failovers, kills, cancels, .. } = &self.scenario;
         let mut events = Vec::new();
-        let links = |event: fn(usize) -> Event, links: Vec<usize>| links.into_iter().map(event).collect::<Vec<_>>();
-        events.extend(links(|link| Event::Deliver { link }, self.network.deliverable()));
-        events.extend(links(|link| Event::Execute { link }, self.network.executable()));
+        let connections =
+            |event: fn(usize) -> Event, connections: Vec<usize>| connections.into_iter().map(event).collect::<Vec<_>>();
+        events.extend(connections(|connection| Event::Deliver { connection }, self.network.deliverable()));
+        events.extend(connections(|connection| Event::Execute { connection }, self.network.executable()));
         for (number, gateway) in self.gateways.iter().enumerate().filter(|(_, gateway)| gateway.is_alive) {
             if !requests[number].is_empty() {
                 events.push(Event::Begin { gateway: number });
@@ -286,7 +287,7 @@ impl World {
             }
         }
         if *cuts > 0 {
-            events.extend(links(|link| Event::Cut { link }, self.network.busy()));
+            events.extend(connections(|connection| Event::Cut { connection }, self.network.busy()));
         }
         if self.network.is_down() {
             events.push(Event::EndOutage);
@@ -307,19 +308,19 @@ impl World {
                 self.gateways[gateway].requests[request].cancel();
             }
             Event::Respond { gateway, request } => self.respond(gateway, request),
-            Event::Execute { link } => {
-                self.books.has_lost_calls |= self.network.is_cut(link);
-                self.network.execute(link);
+            Event::Execute { connection } => {
+                self.observed.has_lost_calls |= self.network.is_cut(connection);
+                self.network.execute(connection);
             }
-            Event::Deliver { link } => self.network.deliver(link),
-            Event::Cut { link } => {
+            Event::Deliver { connection } => self.network.deliver(connection),
+            Event::Cut { connection } => {
                 self.scenario.cuts -= 1;
-                self.books.has_lost_calls = true;
-                self.network.cut(link);
+                self.observed.has_lost_calls = true;
+                self.network.cut(connection);
             }
             Event::BeginOutage => {
                 self.scenario.outages -= 1;
-                self.books.has_lost_calls = true;
+                self.observed.has_lost_calls = true;
                 self.network.set_down(true);
             }
             Event::EndOutage => self.network.set_down(false),
@@ -342,7 +343,7 @@ impl World {
                     matches!(*request.stage.borrow(), Stage::Waits) && now_ms >= request.begun_ms + TIMEOUT_MS
                 };
                 let has_late = self.gateways.iter().any(|gateway| gateway.requests.iter().any(times_out));
-                self.books.has_counted_alone |= has_late;
+                self.observed.has_counted_alone |= has_late;
                 self.advance(ms).await;
             }
         }
@@ -361,7 +362,7 @@ impl World {
             | Event::Cancel { gateway, .. }
             | Event::Respond { gateway, .. }
             | Event::Kill { gateway } => vec![gateway],
-            Event::Deliver { link } | Event::Cut { link } => vec![self.network.gateway_of(link)],
+            Event::Deliver { connection } | Event::Cut { connection } => vec![self.network.gateway_of(connection)],
             Event::Execute { .. } => Vec::new(),
             Event::BeginOutage | Event::EndOutage | Event::RestartEmpty | Event::FailOver | Event::Advance { .. } => {
                 (0..self.gateways.len()).collect()
@@ -438,7 +439,7 @@ impl World {
     }
 
     fn lose_data(&mut self, lose: impl Fn(&Network)) {
-        (self.books.has_lost_calls, self.books.has_lost_data) = (true, true);
+        (self.observed.has_lost_calls, self.observed.has_lost_data) = (true, true);
         let used =
             |network: &Network| network.keys().into_iter().map(|key| (network.used(&key), key)).collect::<Vec<_>>();
         let before = used(&self.network);
@@ -446,7 +447,7 @@ impl World {
         for (used, key) in before {
             let forgotten = used.saturating_sub(self.network.used(&key));
             if let Some(counter) = self.counter_named(&key) {
-                *self.books.forgotten.entry(counter).or_default() += forgotten;
+                *self.observed.forgotten.entry(counter).or_default() += forgotten;
             }
         }
     }
@@ -516,17 +517,17 @@ impl World {
             context.result.charges.iter().map(|charge| (charge.layer.id, charge.usage.end_ms)).collect();
         for (layer, end_ms) in charges {
             let (compiled, name) = (self.rule_set.layer(layer), self.base((layer, kind.key)));
-            let overdrawn = self.books.overdrawn.entry((kind.key, name.clone())).or_default();
+            let overdrawn = self.observed.overdrawn.entry((kind.key, name.clone())).or_default();
             *overdrawn += if is_settled { u64::try_from(tokens).unwrap_or(0) } else { 0 };
             let overdrawn = *overdrawn;
-            let admitted = self.books.admitted.entry((kind.key, name.clone(), end_ms)).or_default();
+            let admitted = self.observed.admitted.entry((kind.key, name.clone(), end_ms)).or_default();
             *admitted = admitted.saturating_add_signed(tokens);
             // A single gateway remembers what the store has lost.
-            let forgotten = self.books.forgotten.get(&(kind.key, name.clone())).filter(|_| self.gateways.len() > 1);
+            let forgotten = self.observed.forgotten.get(&(kind.key, name.clone())).filter(|_| self.gateways.len() > 1);
             let forgotten = forgotten.copied().unwrap_or(0);
             // A gateway that cannot reach the store counts alone.
             let is_local = self.rule_set.rules[layer.rule].rule.on_outage == OnOutage::Local;
-            let counts_alone = is_local && (self.books.has_lost_calls || self.books.has_counted_alone);
+            let counts_alone = is_local && (self.observed.has_lost_calls || self.observed.has_counted_alone);
             let parts = if counts_alone { self.gateways.len() as u64 } else { 1 };
             let most = u64::from(compiled.capacity) * parts + forgotten + overdrawn;
             if *admitted > most {
@@ -540,8 +541,8 @@ impl World {
     async fn answer_all(&mut self) {
         loop {
             let event = match (self.network.deliverable().first(), self.network.executable().first()) {
-                (Some(link), _) => Event::Deliver { link: *link },
-                (None, Some(link)) => Event::Execute { link: *link },
+                (Some(connection), _) => Event::Deliver { connection: *connection },
+                (None, Some(connection)) => Event::Execute { connection: *connection },
                 (None, None) => return,
             };
             Box::pin(self.apply(event)).await;
@@ -549,10 +550,10 @@ impl World {
     }
 
     /// Ends all disturbances, waits until gateways have returned and reported everything, and checks what the store counts.
-    pub async fn come_to_rest(&mut self) {
+    pub async fn drain(&mut self) {
         self.network.set_down(false);
         self.answer_all().await;
-        self.be_quiet(QUIET_MS).await;
+        self.idle(QUIET_MS).await;
         self.check_counts();
         if self.broken.is_none() {
             self.check_last_request().await;
@@ -560,7 +561,7 @@ impl World {
     }
 
     /// Lets time pass, and answers all calls.
-    async fn be_quiet(&mut self, ms: u64) {
+    async fn idle(&mut self, ms: u64) {
         for _ in 0..ms / SWEEP_PART_MS {
             self.scenario.steps.insert(0, SWEEP_PART_MS);
             self.apply(Event::Advance { ms: SWEEP_PART_MS }).await;
@@ -577,14 +578,14 @@ impl World {
             (0..KEYS.len()).flat_map(|key| self.layers(request(key)).into_iter().map(move |layer| (layer, key)));
         for counter in counters.collect::<Vec<_>>() {
             let name = self.base(counter);
-            let windows = self.books.admitted.iter().filter(|((_, of, _), _)| *of == name);
+            let windows = self.observed.admitted.iter().filter(|((_, of, _), _)| *of == name);
             let (ends, admitted): (Vec<u64>, Vec<u64>) =
                 windows.map(|((_, _, end_ms), tokens)| (end_ms, tokens)).unzip();
             if ends.len() > 1 || ends.iter().any(|end_ms| *end_ms <= now_ms) {
                 continue;
             }
             let (used, admitted) = (self.used(&name), admitted.iter().sum::<u64>());
-            let may_count_less = self.books.has_lost_data || self.network.has_lost_calls();
+            let may_count_less = self.observed.has_lost_data || self.network.has_lost_calls();
             let is_wrong = used < admitted && !may_count_less || used > admitted && !may_count_more;
             if is_wrong {
                 self.broken.get_or_insert_with(|| format!("{COUNTED}: {name} counts {used}, {admitted} admitted"));
@@ -625,7 +626,7 @@ impl World {
     pub fn hash(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.network.hash(&mut hasher);
-        self.books.hash(&mut hasher);
+        self.observed.hash(&mut hasher);
         for gateway in &self.gateways {
             (gateway.history, gateway.is_alive).hash(&mut hasher);
         }

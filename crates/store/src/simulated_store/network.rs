@@ -34,7 +34,7 @@ struct State {
     /// The counters before the last write: those of a replica.
     replica: Store,
     time_ms: u64,
-    links: Vec<Link>,
+    connections: Vec<Connection>,
     /// Whether connections are refused.
     is_down: bool,
     /// Whether calls were lost before the store has executed them.
@@ -44,7 +44,7 @@ struct State {
 }
 
 /// A connection.
-struct Link {
+struct Connection {
     gateway: usize,
     /// Bytes of a command that is not complete yet.
     unparsed: Vec<u8>,
@@ -120,7 +120,7 @@ impl Network {
         if state.is_down {
             return Err(io::ErrorKind::ConnectionRefused.into());
         }
-        let link = Link {
+        let connection = Connection {
             gateway,
             unparsed: Vec::new(),
             calls: VecDeque::new(),
@@ -129,8 +129,8 @@ impl Network {
             is_cut: false,
             history: 0,
         };
-        state.links.push(link);
-        Ok(SimulatedStream { network: self.clone(), link: state.links.len() - 1 })
+        state.connections.push(connection);
+        Ok(SimulatedStream { network: self.clone(), connection: state.connections.len() - 1 })
     }
 
     pub fn set_time(&self, time_ms: u64) {
@@ -139,30 +139,38 @@ impl Network {
 
     /// The connections whose next call can be executed.
     pub fn executable(&self) -> Vec<usize> {
-        self.links_where(|link| link.calls.iter().any(|call| call.reply.is_none()))
+        self.connections_where(|connection| connection.calls.iter().any(|call| call.reply.is_none()))
     }
 
     /// The connections on which a reply can arrive.
     pub fn deliverable(&self) -> Vec<usize> {
-        self.links_where(|link| !link.is_cut && link.calls.front().is_some_and(|call| call.reply.is_some()))
+        self.connections_where(|connection| {
+            !connection.is_cut && connection.calls.front().is_some_and(|call| call.reply.is_some())
+        })
     }
 
     /// The connections that are not cut and have calls in flight.
     pub fn busy(&self) -> Vec<usize> {
-        self.links_where(|link| !link.is_cut && !link.calls.is_empty())
+        self.connections_where(|connection| !connection.is_cut && !connection.calls.is_empty())
     }
 
-    fn links_where(&self, condition: impl Fn(&Link) -> bool) -> Vec<usize> {
+    fn connections_where(&self, condition: impl Fn(&Connection) -> bool) -> Vec<usize> {
         let state = self.state();
-        state.links.iter().enumerate().filter(|(_, link)| condition(link)).map(|(nth, _)| nth).collect()
+        state
+            .connections
+            .iter()
+            .enumerate()
+            .filter(|(_, connection)| condition(connection))
+            .map(|(nth, _)| nth)
+            .collect()
     }
 
     /// Lets the store execute the next call of a connection.
-    pub fn execute(&self, link: usize) {
+    pub fn execute(&self, connection: usize) {
         let state = &mut *self.state();
-        let State { store, replica, time_ms, links, forgot_script, .. } = state;
-        let link = &mut links[link];
-        let Some(call) = link.calls.iter_mut().find(|call| call.reply.is_none()) else { return };
+        let State { store, replica, time_ms, connections, forgot_script, .. } = state;
+        let connection = &mut connections[connection];
+        let Some(call) = connection.calls.iter_mut().find(|call| call.reply.is_none()) else { return };
         let before = store.clone();
         let forgot = &mut forgot_script[usize::from(call.is_refund())];
         *forgot &= call.words[0] == "EVALSHA";
@@ -176,32 +184,32 @@ impl Network {
         if before != *store {
             *replica = before;
         }
-        link.execute_others();
-        if link.is_cut {
+        connection.execute_others();
+        if connection.is_cut {
             // No reply arrives any more.
-            while link.calls.front().is_some_and(|call| call.reply.is_some()) {
-                link.calls.pop_front();
+            while connection.calls.front().is_some_and(|call| call.reply.is_some()) {
+                connection.calls.pop_front();
             }
         }
     }
 
     /// Lets the reply to the first call of a connection arrive.
-    pub fn deliver(&self, link: usize) {
+    pub fn deliver(&self, connection: usize) {
         let waker = {
-            let link = &mut self.state().links[link];
-            link.deliver_first();
-            link.deliver_others();
-            link.reader.take()
+            let connection = &mut self.state().connections[connection];
+            connection.deliver_first();
+            connection.deliver_others();
+            connection.reader.take()
         };
         waker.into_iter().for_each(Waker::wake);
     }
 
     /// Breaks a connection: replies that have not arrived are lost.
-    pub fn cut(&self, link: usize) {
+    pub fn cut(&self, connection: usize) {
         let waker = {
-            let link = &mut self.state().links[link];
-            link.cut();
-            link.reader.take()
+            let connection = &mut self.state().connections[connection];
+            connection.cut();
+            connection.reader.take()
         };
         waker.into_iter().for_each(Waker::wake);
     }
@@ -209,14 +217,14 @@ impl Network {
     /// Breaks all connections. Calls that were not executed are lost.
     fn cut_all(&self) {
         let wakers: Vec<Waker> = {
-            let State { links, has_lost_calls, .. } = &mut *self.state();
-            links
+            let State { connections, has_lost_calls, .. } = &mut *self.state();
+            connections
                 .iter_mut()
-                .filter_map(|link| {
-                    link.cut();
-                    *has_lost_calls |= !link.calls.is_empty();
-                    link.calls.clear();
-                    link.reader.take()
+                .filter_map(|connection| {
+                    connection.cut();
+                    *has_lost_calls |= !connection.calls.is_empty();
+                    connection.calls.clear();
+                    connection.reader.take()
                 })
                 .collect()
         };
@@ -257,27 +265,27 @@ impl Network {
     /// The connections of a gateway that has ended. Its calls may still be executed.
     pub fn end_gateway(&self, gateway: usize) {
         let mut state = self.state();
-        state.links.iter_mut().filter(|link| link.gateway == gateway).for_each(Link::cut);
+        state.connections.iter_mut().filter(|connection| connection.gateway == gateway).for_each(Connection::cut);
     }
 
-    pub fn is_cut(&self, link: usize) -> bool {
-        self.state().links[link].is_cut
+    pub fn is_cut(&self, connection: usize) -> bool {
+        self.state().connections[connection].is_cut
     }
 
     /// Whether a connection of the gateway has ended.
     pub fn has_reconnected(&self, gateway: usize) -> bool {
-        self.state().links.iter().any(|link| link.gateway == gateway && link.is_cut)
+        self.state().connections.iter().any(|connection| connection.gateway == gateway && connection.is_cut)
     }
 
-    pub fn gateway_of(&self, link: usize) -> usize {
-        self.state().links[link].gateway
+    pub fn gateway_of(&self, connection: usize) -> usize {
+        self.state().connections[connection].gateway
     }
 
     /// A hash of all that has arrived at a gateway, connection by connection.
     pub fn history_of(&self, gateway: usize) -> u64 {
         let state = self.state();
-        let links = state.links.iter().filter(|link| link.gateway == gateway);
-        hash_of(links.map(|link| link.history).collect::<Vec<_>>())
+        let connections = state.connections.iter().filter(|connection| connection.gateway == gateway);
+        hash_of(connections.map(|connection| connection.history).collect::<Vec<_>>())
     }
 
     pub fn used(&self, key: &str) -> u64 {
@@ -293,21 +301,23 @@ impl Network {
         let state = self.state();
         (&state.store, &state.replica, state.is_down, state.time_ms, state.forgot_script).hash(hasher);
         state.has_lost_calls.hash(hasher);
-        for link in &state.links {
-            (link.gateway, link.is_cut, &link.calls, link.history).hash(hasher);
+        for connection in &state.connections {
+            (connection.gateway, connection.is_cut, &connection.calls, connection.history).hash(hasher);
         }
     }
 
     /// The calls in flight, for a trace.
     pub fn describe(&self) -> String {
         let state = self.state();
-        let describe = |link: &Link| {
-            let calls: Vec<String> = link.calls.iter().filter(|call| call.is_script()).map(describe_call).collect();
-            (!calls.is_empty())
-                .then(|| format!("{}{}: {}", link.gateway, if link.is_cut { " (cut)" } else { "" }, calls.join("; ")))
+        let describe = |connection: &Connection| {
+            let calls: Vec<String> =
+                connection.calls.iter().filter(|call| call.is_script()).map(describe_call).collect();
+            (!calls.is_empty()).then(|| {
+                format!("{}{}: {}", connection.gateway, if connection.is_cut { " (cut)" } else { "" }, calls.join("; "))
+            })
         };
-        let links: Vec<String> = state.links.iter().filter_map(describe).collect();
-        format!("{}; in flight: {}", state.store, links.join(" | "))
+        let connections: Vec<String> = state.connections.iter().filter_map(describe).collect();
+        format!("{}; in flight: {}", state.store, connections.join(" | "))
     }
 }
 
@@ -316,7 +326,7 @@ fn describe_call(call: &Call) -> String {
     format!("{} {:?} -> {}", call.keys().join(","), call.arguments(), state.as_deref().unwrap_or("not executed"))
 }
 
-impl Link {
+impl Connection {
     /// Adds the commands in `unparsed`.
     fn parse(&mut self) {
         while let Some((words, length)) = parse_command(&self.unparsed) {
@@ -413,19 +423,19 @@ fn array(numbers: &[i64]) -> Vec<u8> {
 /// The gateway's end of a connection.
 pub struct SimulatedStream {
     network: Network,
-    link: usize,
+    connection: usize,
 }
 
 impl AsyncRead for SimulatedStream {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let link = &mut self.network.state().links[self.link];
-        if link.arrived.is_empty() && !link.is_cut {
-            link.reader = Some(cx.waker().clone());
+        let connection = &mut self.network.state().connections[self.connection];
+        if connection.arrived.is_empty() && !connection.is_cut {
+            connection.reader = Some(cx.waker().clone());
             return Poll::Pending;
         }
-        let length = link.arrived.len().min(into.remaining());
-        into.put_slice(&link.arrived[..length]);
-        link.arrived.drain(..length);
+        let length = connection.arrived.len().min(into.remaining());
+        into.put_slice(&connection.arrived[..length]);
+        connection.arrived.drain(..length);
         Poll::Ready(Ok(()))
     }
 }
@@ -433,13 +443,13 @@ impl AsyncRead for SimulatedStream {
 impl AsyncWrite for SimulatedStream {
     fn poll_write(self: Pin<&mut Self>, _cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let waker = {
-            let link = &mut self.network.state().links[self.link];
-            if link.is_cut {
+            let connection = &mut self.network.state().connections[self.connection];
+            if connection.is_cut {
                 return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
             }
-            link.unparsed.extend_from_slice(bytes);
-            link.parse();
-            if link.arrived.is_empty() { None } else { link.reader.take() }
+            connection.unparsed.extend_from_slice(bytes);
+            connection.parse();
+            if connection.arrived.is_empty() { None } else { connection.reader.take() }
         };
         waker.into_iter().for_each(Waker::wake);
         Poll::Ready(Ok(bytes.len()))
@@ -450,13 +460,13 @@ impl AsyncWrite for SimulatedStream {
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.network.state().links[self.link].cut();
+        self.network.state().connections[self.connection].cut();
         Poll::Ready(Ok(()))
     }
 }
 
 impl Drop for SimulatedStream {
     fn drop(&mut self) {
-        self.network.state().links[self.link].cut();
+        self.network.state().connections[self.connection].cut();
     }
 }
