@@ -5,6 +5,7 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
+use crate::notify::MarkReader;
 use smallvec::SmallVec;
 use transom_config::key_kind::CLIENT;
 use transom_http::error::DecisionError;
@@ -152,6 +153,8 @@ impl WindowState {
 pub struct DecisionOutputs<'a> {
     pub metrics: &'a DecisionMetrics,
     pub top_keys: &'a TopKeys,
+    /// With `[notify]`.
+    pub marks: Option<&'a MarkReader>,
     /// Digests secret parts of the keys that `top_keys` names.
     pub readable_digester: &'a KeyDigester,
 }
@@ -423,7 +426,7 @@ impl DecisionService {
         outputs: DecisionOutputs<'_>,
     ) {
         let CountedDecision { configured, verdicts, has_own_windows } = *counted;
-        let DecisionOutputs { metrics, top_keys, readable_digester } = outputs;
+        let DecisionOutputs { metrics, top_keys, marks, readable_digester } = outputs;
 
         for (verdict, rule) in verdicts.rules().map(|verdict| (verdict, rule(verdict.position))) {
             match verdict.outcome() {
@@ -436,13 +439,16 @@ impl DecisionService {
                 Outcome::Admitted => metrics.admitted(rule.rule),
             }
         }
+        let name = |position| KeyName {
+            description: self.describe_key(rule(position).rule, key(position), readable_digester),
+            store_key: rule(position).store_key.clone(),
+            has_own_windows: has_own_windows(position),
+        };
         if top_keys.count_decision(configured.rules(), verdicts) {
-            let name = |position| KeyName {
-                description: self.describe_key(rule(position).rule, key(position), readable_digester),
-                store_key: rule(position).store_key.clone(),
-                has_own_windows: has_own_windows(position),
-            };
             top_keys.name_keys(configured.rules(), verdicts.keyed_requests(), name);
+        }
+        if let Some(marks) = marks {
+            marks.read(configured.rules(), verdicts, |position| Some(name(position)));
         }
         let is_enforced = |position| !configured.shadow_rules().contains(&position);
         let is_counted = |position| is_enforced(position) && has_own_windows(position);

@@ -9,7 +9,7 @@
 //! | layer | modules |
 //! | --- | --- |
 //! | process | [`cli`], [`server`], [`admin`], [`explain`] |
-//! | requests | [`downstream`], [`ratelimit_service`], [`proxy`], [`decision`], [`spans`], [`access_log`], [`key_set_fetcher`], [`upstream`] |
+//! | requests | [`downstream`], [`ratelimit_service`], [`proxy`], [`decision`], [`spans`], [`access_log`], [`key_set_fetcher`], [`notify`], [`upstream`] |
 //! | counters in a file | [`persistence`] |
 //! | basics | [`atomic_file`], [`file_watch`], [`http1_stream`], [`informational`], [`io_stream`], [`timer`] |
 //!
@@ -27,6 +27,7 @@ pub mod http1_stream;
 pub mod informational;
 pub mod io_stream;
 pub mod key_set_fetcher;
+pub mod notify;
 pub mod persistence;
 pub mod proxy;
 pub mod ratelimit_service;

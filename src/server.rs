@@ -12,7 +12,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 use tokio::task::spawn_local;
 
@@ -24,6 +24,8 @@ use crate::downstream::connection_limit::{ConnectionLimit, raise_descriptor_limi
 use crate::downstream::listener::{InheritedSockets, Listeners, WorkerListener, set_backlog};
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
 use crate::key_set_fetcher::KeySetFetcher;
+use crate::notify::sender::{Destination, EventSender};
+use crate::notify::{MarkEvent, MarkReader, Marks, SentMarks};
 use crate::persistence::background::BackgroundWriter;
 use crate::persistence::counters::Counters;
 use crate::proxy::served_config::ServedConfig;
@@ -43,8 +45,8 @@ use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS};
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::Registry;
 use transom_runtime::metrics::events::{
-    AccessLogMetrics, AdminMetrics, DecisionMetrics, ExpiryGauges, KeySetMetrics, ListenerMetrics, SnapshotMetrics,
-    SpanMetrics,
+    AccessLogMetrics, AdminMetrics, DecisionMetrics, DroppedMarks, ExpiryGauges, KeySetMetrics, ListenerMetrics,
+    NotifyMetrics, SnapshotMetrics, SpanMetrics,
 };
 use transom_runtime::metrics::redis::StoreMetrics;
 use transom_runtime::metrics::storage::REQUEST_BOUNDS_MAX;
@@ -72,6 +74,8 @@ const CLOCK_OFFSET_MAX_S: u64 = 5;
 const LOG_FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 /// Limit for exporting the last spans.
 const SPAN_FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
+/// Limit for sending the last notifications.
+const NOTIFY_FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A running gateway.
 pub struct Gateway {
@@ -121,6 +125,18 @@ pub struct Gateway {
     outputs: RecordOutputs,
     log_writers: Vec<WriterThread>,
     span_exporters: Vec<WriterThread>,
+    /// Sends notifications, if configured.
+    notifier: Option<Notifier>,
+    notifier_threads: Vec<WriterThread>,
+    sent_marks: Arc<SentMarks>,
+    /// Unix milliseconds.
+    started_ms: u64,
+}
+
+/// The queue of the thread that sends notifications. The thread ends when its last sender is dropped.
+struct Notifier {
+    destination: Destination,
+    events: Sender<MarkEvent>,
 }
 
 /// The thread that fetches a key set. It ends when this is dropped.
@@ -213,12 +229,17 @@ impl Gateway {
             outputs: RecordOutputs::default(),
             log_writers: Vec::new(),
             span_exporters: Vec::new(),
+            notifier: None,
+            notifier_threads: Vec::new(),
+            sent_marks: Arc::default(),
+            started_ms: clock.now().unix_ms,
             config: config.clone(),
         };
         gateway.expiries = expiries(&gateway.registry, &config);
         gateway.outputs = RecordOutputs {
             access_log: gateway.open_access_log(&config).map_err(StartError::AccessLog)?,
             spans: gateway.start_span_exporter(&config).map_err(StartError::Tracing)?,
+            marks: None,
         };
         let upstream_health = gateway.update_upstream_health(&config);
         gateway.start_health_checks(&upstream_health)?;
@@ -226,6 +247,7 @@ impl Gateway {
         let rule_set = RuleSet::new(config.limiter_rules(), counters.seed, None);
         let served = ServedConfig::new(config, counters.seed, rule_set, upstream_health, published_keys);
         gateway.rule_set = Some(Arc::clone(&served.rule_set));
+        gateway.outputs.marks = gateway.watch_marks(&served)?;
         gateway.serve_decisions(&served);
         let (queries, query_inboxes) = (0..workers).map(|_| unbounded_channel()).unzip();
         gateway.history.lock().unwrap_or_else(PoisonError::into_inner).restore(&former.history);
@@ -380,6 +402,7 @@ impl Gateway {
         self.outputs = RecordOutputs {
             access_log: self.open_access_log(&config).map_err(ReloadError::AccessLog)?,
             spans: self.start_span_exporter(&config).map_err(ReloadError::Tracing)?,
+            marks: None,
         };
         let published_keys = self.fetch_key_set(&config, None).map_err(ReloadError::KeySet)?;
         if let Some(keys) = &published_keys {
@@ -404,6 +427,10 @@ impl Gateway {
         }
         let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, published_keys);
         self.rule_set = Some(Arc::clone(&served.rule_set));
+        match self.watch_marks(&served) {
+            Ok(marks) => self.outputs.marks = marks,
+            Err(error) => tracing::error!(%error, "notifications are not sent"),
+        }
         self.serve_decisions(&served);
         self.send_to_workers(|| {
             WorkerCommand::Reload(Arc::clone(&served), Arc::clone(&self.listener_config), self.outputs.clone())
@@ -483,8 +510,13 @@ impl Gateway {
         for writer in self.log_writers.drain(..) {
             writer.finish(LOG_FLUSH_TIMEOUT);
         }
+        self.notifier = None;
+        self.decision_api.send_replace(None);
         for exporter in self.span_exporters.drain(..) {
             exporter.finish(SPAN_FLUSH_TIMEOUT);
+        }
+        for notifier in self.notifier_threads.drain(..) {
+            notifier.finish(NOTIFY_FLUSH_TIMEOUT);
         }
     }
 
@@ -511,6 +543,29 @@ impl Gateway {
         let (sender, thread) = SpanSender::start(receiver.clone(), metrics)?;
         self.span_exporters.push(thread);
         Ok(Some(sender))
+    }
+
+    /// The marks of a configuration. Starts the thread that sends notifications, unless the running one has the same destination.
+    fn watch_marks(&mut self, served: &ServedConfig) -> Result<Option<Arc<Marks>>, StartError> {
+        let Some(settings) = &served.config.notify else {
+            self.notifier = None;
+            return Ok(None);
+        };
+        let store = served.config.counters.shared.clone();
+        let destination = Destination { receiver: settings.receiver.clone(), store };
+        let running = self.notifier.as_ref().filter(|notifier| notifier.destination == destination);
+        let events = match running {
+            Some(notifier) => notifier.events.clone(),
+            None => {
+                let metrics = NotifyMetrics::new(&self.registry, self.notifier_threads.len());
+                let (sender, events) = EventSender::new(destination.clone(), metrics, self.clock.clone());
+                self.notifier_threads.push(WriterThread(spawn("notify".to_owned(), || sender.run())?));
+                self.notifier = Some(Notifier { destination, events: events.clone() });
+                events
+            }
+        };
+        let marks = Marks::new(settings, &served.rule_set, &self.sent_marks, events, self.started_ms);
+        Ok(Some(Arc::new(marks)))
     }
 
     /// The upstream servers of a configuration with their known health; also published to the other threads.
@@ -559,7 +614,9 @@ impl Gateway {
     /// Lets the decision API use a configuration.
     fn serve_decisions(&self, served: &Arc<ServedConfig>) {
         let metrics = DecisionMetrics::new(&self.registry, self.workers, "api", &served.decision_service.limit_names());
-        self.decision_api.send_replace(Some(Arc::new(DecisionApi { served: Arc::clone(served), metrics })));
+        let marks = self.outputs.marks.as_ref();
+        let marks = marks.map(|marks| MarkReader::new(marks, DroppedMarks::new(&self.registry, self.workers)));
+        self.decision_api.send_replace(Some(Arc::new(DecisionApi { served: Arc::clone(served), metrics, marks })));
     }
 
     /// Opens an address of the admin thread, or takes its socket from `inherited`. Returns it with the bound address.

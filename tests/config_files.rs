@@ -161,7 +161,7 @@ fn test_file_for(name: &Path, clients: &str) -> io::Result<Vec<u8>> {
         "jwks.json" => "keys/jwks.json",
         "authority.pem" => "good/authority.pem",
         "redis.password" => "good/redis.password",
-        "admin.token" | "admin-token" => "good/admin.token",
+        "admin.token" | "admin-token" | "notify.secret" => "good/admin.token",
         other => panic!("the documentation names `{other}`: choose a test file for it here"),
     };
     fs::read(folder.join(file))
@@ -488,6 +488,12 @@ fn everything_is_read_as_written() {
     assert_eq!((tracing.sample, tracing.receiver.service_name.as_str()), (1.0, "edge"));
     assert_eq!(tracing.receiver.endpoint, "https://collector.internal:4317");
     assert!(tracing.receiver.authorities.is_some());
+    let notify = config.notify.as_ref().unwrap();
+    assert_eq!((notify.at.as_slice(), notify.rules.as_ref().map(Vec::len)), ([80, 100].as_slice(), Some(1)));
+    let receiver = notify.receiver.as_ref().unwrap();
+    assert_eq!(receiver.server.url, "https://hooks.internal:8443");
+    assert_eq!(receiver.target, "/quota?gateway=1");
+    assert!(receiver.tls.is_some() && receiver.secret.is_some());
     let reading = PathReading {
         encoded_slash: EncodedSlash::Keep,
         path_parameters: PathParameters::Strip,

@@ -10,21 +10,35 @@ use std::path::{Path, PathBuf};
 
 /// Every module of the gateway, from the top layer to the bottom, with the modules of the gateway that it may use. A module uses only
 /// modules below it in this list, so there are no cycles.
-const MODULES: [(&str, &[&str]); 19] = [
+const MODULES: [(&str, &[&str]); 20] = [
     ("cli", &["atomic_file", "downstream", "explain", "file_watch", "key_set_fetcher", "server"]),
     ("atomic_file", &[]),
     ("file_watch", &[]),
-    ("server", &["access_log", "admin", "downstream", "key_set_fetcher", "persistence", "proxy", "spans", "upstream"]),
-    ("admin", &["decision", "explain", "persistence", "proxy", "upstream"]),
+    (
+        "server",
+        &[
+            "access_log",
+            "admin",
+            "downstream",
+            "key_set_fetcher",
+            "notify",
+            "persistence",
+            "proxy",
+            "spans",
+            "upstream",
+        ],
+    ),
+    ("admin", &["decision", "explain", "notify", "persistence", "proxy", "upstream"]),
     ("explain", &["decision", "proxy"]),
     ("downstream", &["http1_stream", "informational", "io_stream", "proxy", "ratelimit_service", "timer", "upstream"]),
     ("ratelimit_service", &["decision", "proxy", "upstream"]),
     ("persistence", &[]),
-    ("proxy", &["access_log", "decision", "informational", "spans", "timer", "upstream"]),
+    ("proxy", &["access_log", "decision", "informational", "notify", "spans", "timer", "upstream"]),
     ("spans", &["access_log"]),
     ("access_log", &[]),
-    ("decision", &[]),
+    ("decision", &["notify"]),
     ("key_set_fetcher", &["upstream"]),
+    ("notify", &["upstream"]),
     ("upstream", &["http1_stream", "informational", "io_stream", "timer"]),
     ("http1_stream", &["io_stream"]),
     ("informational", &[]),

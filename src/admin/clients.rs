@@ -66,7 +66,7 @@ async fn client_with_usage(state: &AdminState, decision_api: &DecisionApi, name:
 /// How much a client has used of the windows of a rule by client.
 async fn usage(
     state: &AdminState,
-    DecisionApi { served, metrics }: &DecisionApi,
+    DecisionApi { served, metrics, .. }: &DecisionApi,
     rule: &str,
     client: &str,
 ) -> Result<Map<String, Value>, DecisionError> {
@@ -74,7 +74,7 @@ async fn usage(
     let rules = vec![RuleQuery { rule: rule.to_owned(), key, cost: None }];
     let query = DecisionQuery { operation: Operation::Value, rules, reserve: false };
     let (top_keys, readable_digester) = (&*state.top_keys(served), &*served.readable_digester);
-    let outputs = DecisionOutputs { metrics, top_keys, readable_digester };
+    let outputs = DecisionOutputs { metrics, top_keys, marks: None, readable_digester };
     let outcome = served.decision_service.decide(&query, &state.counter_access, outputs).await?;
     let windows = outcome.windows.iter().map(|window| {
         let mut fields = render_window(window, outcome.now_ms);

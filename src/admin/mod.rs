@@ -32,6 +32,7 @@ use tokio::time::timeout;
 use crate::decision::{DecisionOutputs, Operation, QueryKey, RuleQuery};
 use crate::explain;
 use crate::explain::question::Question;
+use crate::notify::MarkReader;
 use crate::persistence::counters::Counters;
 use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_state::TopKeysQuery;
@@ -124,6 +125,8 @@ pub enum AdminScope {
 pub struct DecisionApi {
     pub served: Arc<ServedConfig>,
     pub metrics: DecisionMetrics,
+    /// With `[notify]`.
+    pub marks: Option<MarkReader>,
 }
 
 /// What the admin pages read.
@@ -401,9 +404,9 @@ async fn decide(
         *key = QueryKey::Listed(top_query::find(state, &decision_api.served, rule, id).await?);
     }
     decision_api.served.decision_service.name_clients(&mut query)?;
-    let DecisionApi { served, metrics } = decision_api;
+    let DecisionApi { served, metrics, marks } = decision_api;
     let (top_keys, readable_digester) = (&*state.top_keys(served), &*served.readable_digester);
-    let outputs = DecisionOutputs { metrics, top_keys, readable_digester };
+    let outputs = DecisionOutputs { metrics, top_keys, marks: marks.as_ref(), readable_digester };
     let outcome = served.decision_service.decide(&query, &state.counter_access, outputs).await?;
     Ok(responses::json_response(format!("{}\n", decision_json::render(&query, &outcome))))
 }

@@ -18,7 +18,7 @@ use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::PlanPosition;
+use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::rule::OnLimit;
 use transom_limiter::slot_decision::SlotsResult;
 use transom_limiter::store_key::StoreKeys;
@@ -28,6 +28,7 @@ use transom_rules::compiled_config::RouteRules;
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::resolved_request::ResolvedRequest;
 use transom_rules::responses::RefusedRequest;
+use transom_rules::top_keys::KeyName;
 use transom_runtime::metrics::storage::GaugeGuard;
 use transom_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
 
@@ -35,6 +36,8 @@ use transom_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome,
 pub struct PendingAdmission {
     step: PendingStep,
     rules_id: RouteRulesId,
+    /// See [`WorkerConfig::names_for_marks`].
+    pub key_names: IdVec<PlanPosition, KeyName>,
 }
 
 /// What a decision waits for.
@@ -96,7 +99,7 @@ pub fn evaluate(
         BeginResult::Decided(decision) => Ok(Evaluation::Decided(decision)),
         BeginResult::Pending(decision) => {
             let step = PendingStep::Store(decision);
-            Ok(Evaluation::Pending(Box::new(PendingAdmission { step, rules_id })))
+            Ok(Evaluation::Pending(Box::new(PendingAdmission { step, rules_id, key_names: IdVec::new() })))
         }
         BeginResult::Unavailable => Err(RequestError::StoreUnavailable),
     }
@@ -119,7 +122,8 @@ fn acquire_slots(
                 let store_keys = resolved.store_keys();
                 let queued = QueuedRequest { place, waiter, context: context.clone(), store_keys };
                 let step = PendingStep::Slot(Box::new(queued));
-                return Some(Evaluation::Pending(Box::new(PendingAdmission { step, rules_id })));
+                let pending = PendingAdmission { step, rules_id, key_names: IdVec::new() };
+                return Some(Evaluation::Pending(Box::new(pending)));
             }
         }
         SlotsResult::Refused => {}
@@ -254,7 +258,7 @@ impl PendingAdmission {
         config: &Rc<WorkerConfig>,
         record: &mut RequestRecord,
     ) -> Result<Admission, Rejection> {
-        let PendingAdmission { step, rules_id } = *self;
+        let PendingAdmission { step, rules_id, key_names } = *self;
         let rules = &config.served.route_rules[rules_id];
         let outcome = match step {
             PendingStep::Store(decision) => decision.decide(&rules.charge_plan).await,
@@ -268,6 +272,9 @@ impl PendingAdmission {
         let verdicts = rules.charge_plan.verdicts(&outcome.context, &outcome.decision);
         record.record_decision(rules_id, verdicts);
         config.top_keys.count_decision(rules.charge_plan.rules(), verdicts);
+        if let Some(marks) = &config.marks {
+            marks.read(rules.charge_plan.rules(), verdicts, |position| key_names.get(position).cloned());
+        }
         let mut text = Vec::new();
         if let Decision::Refused = outcome.decision {
             let headers = HeaderMap::new();

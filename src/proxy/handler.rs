@@ -279,8 +279,9 @@ fn decide(
     rules.charge_plan.prefetch(&worker.counters.table, &context.inputs.keyed_requests);
     let actions = actions.filter(|_| error.is_none()).map(|actions| actions.evaluate(&variables)).transpose()?;
     let (admission, pending) = match evaluate(worker, &resolved, context, record, now.unix_ms)? {
-        Evaluation::Pending(pending) => {
+        Evaluation::Pending(mut pending) => {
             record.set_keys(&resolved);
+            pending.key_names = config.names_for_marks(&resolved);
             // The decision will be counted without the request, which has the text of its keys.
             config.name_keys(&resolved, &context.inputs.keyed_requests);
             (Admission::default(), Some(pending))

@@ -12,6 +12,7 @@ use http::HeaderValue;
 use http::header::DATE;
 
 use crate::access_log::LogSender;
+use crate::notify::{MarkReader, Marks};
 use crate::proxy::served_config::ServedConfig;
 use crate::spans::{SpanSender, Tracer};
 use crate::upstream::forward::Forwarder;
@@ -35,8 +36,8 @@ use transom_rules::responses::{self, RefusalCache, RefusalResponse, RefusedReque
 use transom_rules::top_keys::{KeyName, TopKeys};
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::events::{
-    ClientMetrics, ConcurrencyGauge, DelayGauge, DroppedSpans, RefundCounter, RouteMetrics, UpstreamMetrics,
-    WindowMetrics,
+    ClientMetrics, ConcurrencyGauge, DelayGauge, DroppedMarks, DroppedSpans, RefundCounter, RouteMetrics,
+    UpstreamMetrics, WindowMetrics,
 };
 use transom_runtime::metrics::storage::GaugeGuard;
 use transom_runtime::metrics::upstream::{ActiveGauge, ConnectionGauge, RetryMetrics};
@@ -58,6 +59,8 @@ pub struct WorkerConfig {
     /// With `[metrics] clients = true`.
     pub client_metrics: Option<ClientMetrics>,
     pub top_keys: TopKeys,
+    /// With `[notify]`.
+    pub marks: Option<MarkReader>,
     /// For requests that match no route.
     pub unrouted_metrics: RouteMetrics,
     pub targets: IdVec<UpstreamId, Target>,
@@ -79,6 +82,7 @@ pub struct WorkerConfig {
 pub struct RecordOutputs {
     pub access_log: Option<LogSender>,
     pub spans: Option<SpanSender>,
+    pub marks: Option<Arc<Marks>>,
 }
 
 /// The server pools of all upstreams, by upstream name and server URL.
@@ -196,6 +200,7 @@ impl WorkerConfig {
             policy_fields: served.route_rules.iter().map(|rules| rules.rate_limit_template.constant_policy()).collect(),
             client_metrics,
             top_keys,
+            marks: outputs.marks.map(|marks| MarkReader::new(&marks, DroppedMarks::new(registry, worker_id))),
             unrouted_metrics: RouteMetrics::new(registry, worker_id, "", &[]),
             targets: config.upstreams.iter().zip(&served.upstream_health).map(&mut target).collect(),
             logs_requests,
@@ -215,6 +220,24 @@ impl WorkerConfig {
         if self.top_keys.count_decision(resolved.rules.charge_plan.rules(), verdicts) {
             self.name_keys(resolved, verdicts.keyed_requests());
         }
+        if let Some(marks) = &self.marks {
+            let name = |position| Some(self.key_name(resolved, position));
+            marks.read(resolved.rules.charge_plan.rules(), verdicts, name);
+        }
+    }
+
+    /// The names of the keys of a request that waits for its decision, if `marks` may need them.
+    pub fn names_for_marks(&self, resolved: &ResolvedRequest<'_>) -> IdVec<PlanPosition, KeyName> {
+        let name = |position| self.key_name(resolved, position);
+        self.marks.iter().flat_map(|_| resolved.rules.rule_keys.ids().map(name)).collect()
+    }
+
+    fn key_name(&self, resolved: &ResolvedRequest<'_>, position: PlanPosition) -> KeyName {
+        KeyName {
+            description: resolved.describe_key(position, &self.served.readable_digester),
+            store_key: resolved.store_key(position),
+            has_own_windows: true,
+        }
     }
 
     /// Names the keys of a request that `top_keys` needs names of.
@@ -224,11 +247,7 @@ impl WorkerConfig {
         resolved: &ResolvedRequest<'_>,
         keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>,
     ) {
-        let name = |position| KeyName {
-            description: resolved.describe_key(position, &self.served.readable_digester),
-            store_key: resolved.store_key(position),
-            has_own_windows: true,
-        };
+        let name = |position| self.key_name(resolved, position);
         self.top_keys.name_keys(resolved.rules.charge_plan.rules(), keyed_requests, name);
     }
 

@@ -383,7 +383,8 @@ impl ServiceConfig {
         let ServicePlan { charge_plan, stated, .. } = &**plan;
         let configured = stated.as_ref().map_or(charge_plan, |stated| &stated.configured);
         let has_own_windows = |position: PlanPosition| stated.as_ref().is_none_or(|stated| !stated.is_stated[position]);
-        let outputs = DecisionOutputs { metrics: &self.decisions, top_keys: &self.config.top_keys, readable_digester };
+        let (top_keys, marks) = (&self.config.top_keys, self.config.marks.as_ref());
+        let outputs = DecisionOutputs { metrics: &self.decisions, top_keys, marks, readable_digester };
         let counted = CountedDecision { configured, verdicts, has_own_windows: &has_own_windows };
         let key = |position: PlanPosition| matched[rules[position].source].key.as_slice();
         decision_service.count(&counted, |position| &rules[position].keyed, key, outputs);

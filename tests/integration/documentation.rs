@@ -17,6 +17,7 @@ use transom_config::key::KeySettings;
 use transom_config::key_kind::KINDS;
 use transom_config::limits::{DrainSettings, Http2, Limits, Timeouts};
 use transom_config::listen::{Admin, Https, Listen};
+use transom_config::notify::NotifySettings;
 use transom_config::overrides::ExceptionSettings;
 use transom_config::path::PathSettings;
 use transom_config::redis::SharedSettings;
@@ -458,6 +459,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings_and_key_parts
         ("## `[access_log]`", AccessLogSettings::settings()),
         ("## `[metrics]`", MetricsSettings::settings()),
         ("## `[tracing]`", TracingSettings::settings()),
+        ("## `[notify]`", NotifySettings::settings()),
         ("## `[upstreams.NAME]`", [ServerSettings::settings(), UpstreamPolicy::settings()].concat()),
         ("### TLS to upstreams", ClientTlsSettings::settings()),
         ("### Health checks", HealthChecks::settings()),

@@ -81,6 +81,7 @@ mod malformed_requests;
 mod metrics;
 mod migration;
 mod nginx_files;
+mod notify;
 mod proxy_protocol;
 mod quick_start;
 mod ratelimit_fields;

@@ -16,6 +16,7 @@ use super::jwt::{read_jwt, report_missing_or_unused_jwt};
 use super::key_format::check_key_formats;
 use super::limits::{DrainSettings, Http2, Limits, Timeouts};
 use super::listen::{Admin, read_listen};
+use super::notify::read_notify;
 use super::path::PathSettings;
 use super::redaction::HiddenValues;
 use super::redis::{StoreConfig, TABLE_FIX};
@@ -73,6 +74,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let metrics_item = top.get("metrics");
     let metrics = MetricsSettings::read_section(metrics_item.clone(), report);
     let tracing = read_tracing(top.get("tracing"), report);
+    let notify = top.get("notify");
     let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
     let rules = top.get("rules");
@@ -96,6 +98,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     rules.complete &= !misspelled.contains(&"rules");
     let formats = rules.entries.iter().map(|entry| (&entry.value.rule.rule, entry.value.key_format_span.as_ref()));
     check_key_formats(formats, counters.shared.as_ref(), report);
+    let notify = read_notify(notify, &rules, report);
     if listen.ratelimit_service.is_none() && listen_is_valid && !misspelled.contains(&"listen") {
         report_unused_descriptors(&rules, report);
     }
@@ -139,6 +142,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         access_log,
         metrics,
         tracing,
+        notify,
         clients,
         jwt,
         key_set: key_set.flatten(),

@@ -13,13 +13,12 @@ use http::uri::PathAndQuery;
 use super::certificate::PEM_FILE;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, suggest_ca};
 use super::diagnostics::{Parsed, Report, Span, quoted};
-use super::host::parse_authority;
 use super::settings::{
     Choice, Custom, DAY_MS, Kind, Optional, Required, Section, Shape, Text, Time, TimeOrZero, Word, Words,
     section_table,
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
-use super::upstream::{Scheme, Server};
+use super::upstream::{Scheme, Server, parse_url};
 use super::values::{is_pattern, strip_line_end, without_byte_order_mark};
 use transom_jwt::jwks::{self, JwksError, KEYS_MAX, ambiguous_algorithm};
 use transom_jwt::token::{KEYS_TRIED_MAX, TokenVerifier};
@@ -191,31 +190,13 @@ fn read_source(url: &SpannedString, settings: &JwtSettings, report: &mut Report)
 
 /// Parses the URL of a key set. Without TLS, anyone on the way could replace the keys: only loopback is accepted then.
 fn parse_key_set_url(url: &str) -> Parsed<(Server, PathAndQuery)> {
-    let invalid = |what: &str| (format!("{} {what}", quoted(url)), format!("write a URL such as `{URL_EXAMPLE}`"));
-    let (scheme, name, default_port) = match url.split_once("://") {
-        Some(("https", _)) => (Scheme::Https, "https", 443),
-        Some(("http", _)) => (Scheme::Http, "http", 80),
-        _ => return Err(invalid("is not the URL of a key set")),
-    };
-    let rest = &url[name.len() + 3..];
-    let (authority, target) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
-    if let Some((_, host)) = authority.rsplit_once('@') {
-        let message = format!("{} has a user name, which is not supported", quoted(url));
-        return Err((message, format!("write `\"{name}://{host}{target}\"`")));
-    }
-    let (host, port) = parse_authority(url, authority, (name, default_port))?;
-    let is_loopback = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
-    if scheme == Scheme::Http && !is_loopback {
+    let (server, target) = parse_url(url, "a key set", URL_EXAMPLE)?;
+    let is_loopback = server.host == "localhost" || server.host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    if server.scheme == Scheme::Http && !is_loopback {
         let message = format!("{} has no TLS: anyone on the way could replace the keys", quoted(url));
+        let rest = url.trim_start_matches("http://");
         return Err((message, format!("write `\"https://{rest}\"`; `http` is for loopback addresses")));
     }
-    if target.contains('#') {
-        return Err(invalid("has a fragment"));
-    }
-    let slash = if target.starts_with('/') { "" } else { "/" };
-    let target =
-        PathAndQuery::try_from(format!("{slash}{target}")).map_err(|_invalid| invalid("has an invalid path"))?;
-    let server = Server { url: format!("{name}://{authority}"), scheme, host, port, weight: 1 };
     Ok((server, target))
 }
 

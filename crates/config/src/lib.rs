@@ -36,6 +36,7 @@ pub mod key_kind;
 pub mod limits;
 pub mod lint;
 pub mod listen;
+pub mod notify;
 pub mod overrides;
 pub mod path;
 pub mod redaction;
@@ -60,6 +61,7 @@ use diagnostics::{Inputs, Problem, ReadFile, Report, quoted};
 use jwt::KeySetSource;
 use limits::{DrainSettings, Http2, Limits, Timeouts};
 use listen::{Admin, Listen};
+use notify::Notify;
 use path::ForwardPath;
 use redaction::HiddenValues;
 use route::Route;
@@ -97,6 +99,8 @@ pub struct Config {
     pub metrics: MetricsSettings,
     /// Present if requests are traced.
     pub tracing: Option<Tracing>,
+    /// Present if keys near their limits are notified of.
+    pub notify: Option<Notify>,
     /// Clients of the clients file.
     pub clients: Option<Clients>,
     /// Keys and conditions for valid tokens. Present if a rule or the clients use a claim.

@@ -13,6 +13,7 @@ use super::jwt::JwtSettings;
 use super::key::KeySettings;
 use super::limits::{DrainSettings, Http2, Limits, Timeouts};
 use super::listen::{Admin, Listen};
+use super::notify::NotifySettings;
 use super::overrides::ExceptionSettings;
 use super::path::PathSettings;
 use super::route::{RouteConditions, RouteSettings};
@@ -50,6 +51,7 @@ fn top_level() -> Vec<Setting> {
         Setting::section("access_log", "The access log, or its `file` alone.", access_log),
         section("metrics", "Metrics on the admin address.", MetricsSettings::settings()),
         section("tracing", "Export of spans.", TracingSettings::settings()),
+        section("notify", "Notifications about keys near their limits.", NotifySettings::settings()),
         section("clients", "Clients, and the parts of a request that identify them.", ClientsSettings::settings()),
         section("jwt", "Verification of bearer tokens.", JwtSettings::settings()),
         Setting::section("rules", "Rules by name.", Shape::map_of(Shape::Table(rule))),

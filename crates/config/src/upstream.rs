@@ -6,6 +6,7 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
+use http::uri::PathAndQuery;
 use toml::de::DeValue;
 
 use super::UpstreamId;
@@ -59,6 +60,30 @@ pub struct Server {
     pub port: u16,
     /// Share of the requests, relative to the other servers; at least 1.
     pub weight: u32,
+}
+
+/// Parses the URL of `what`, which may have a path and a query. `example`: as TOML.
+pub fn parse_url(url: &str, what: &str, example: &str) -> Parsed<(Server, PathAndQuery)> {
+    let invalid = |problem: &str| (format!("{} {problem}", quoted(url)), format!("write a URL such as `{example}`"));
+    let (scheme, name, default_port) = match url.split_once("://") {
+        Some(("https", _)) => (Scheme::Https, "https", 443),
+        Some(("http", _)) => (Scheme::Http, HTTP.0, HTTP.1),
+        _ => return Err(invalid(&format!("is not the URL of {what}"))),
+    };
+    let rest = &url[name.len() + 3..];
+    let (authority, target) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+    if let Some((_, host)) = authority.rsplit_once('@') {
+        let message = format!("{} has a user name, which is not supported", quoted(url));
+        return Err((message, format!("write `\"{name}://{host}{target}\"`")));
+    }
+    let (host, port) = parse_authority(url, authority, (name, default_port))?;
+    if target.contains('#') {
+        return Err(invalid("has a fragment"));
+    }
+    let slash = if target.starts_with('/') { "" } else { "/" };
+    let target =
+        PathAndQuery::try_from(format!("{slash}{target}")).map_err(|_invalid| invalid("has an invalid path"))?;
+    Ok((Server { url: format!("{name}://{authority}"), scheme, host, port, weight: 1 }, target))
 }
 
 impl Server {

@@ -29,7 +29,7 @@ use crate::memory::{AtomicSlice, LINE_BYTES};
 const INSERT_TRIES: u32 = 64;
 
 /// A hashed key: the buckets in which its counter is, and the tag that distinguishes it there.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Key {
     /// Uniformly distributed bits that select the two buckets.
     pub bucket_hash: u64,

@@ -26,7 +26,7 @@ pub const BUCKET_SLOTS: usize = 8;
 const OVERFLOW_GROUPS: u64 = 64;
 
 /// Identifies a counter: its key, and the layer, which selects the overflow counters.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Counter {
     /// The key within its layer.
     pub key: Key,

@@ -8,6 +8,7 @@ use crate::decision::Decision;
 use crate::decision_context::DecisionContext;
 use crate::handles::{IdVec, PlanPosition, RuleId};
 use crate::rule_set::{CompiledLayer, CompiledRule, KeyedRequest};
+use crate::table::Counter;
 use crate::window::Windows;
 use crate::window_kind::{Usage, WindowKind};
 
@@ -245,6 +246,18 @@ impl<'a> WindowVerdict<'a> {
     #[inline]
     pub fn usage(self) -> Usage {
         self.charge.usage
+    }
+
+    /// The counter of the key in the layer.
+    #[inline]
+    pub fn counter(self) -> Counter {
+        self.charge.counter
+    }
+
+    /// Tokens that the request has taken from the window, as far as is known; 0 if it was refused.
+    #[inline]
+    pub fn taken(self) -> u64 {
+        if self.all.is_refused() { 0 } else { u64::from(self.charge.request.cost) }
     }
 
     /// How the windows of the counter depend on each other.

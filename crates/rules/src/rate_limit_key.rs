@@ -109,7 +109,7 @@ impl From<RequestError> for KeyFailure {
 const SHORT_DIGEST_DIGITS: usize = 8;
 
 /// How a rule finds the key of a request, for explanations.
-#[derive(PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KeyDescription {
     /// Whether the address of the client is exempt.
     pub is_network_exempt: bool,
@@ -151,7 +151,7 @@ fn label_of_part(value: &str) -> String {
 }
 
 /// A part of the key that counts as missing.
-#[derive(PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MissingKeyPart {
     pub name: String,
     /// Whether the request has a value, which names no client.

@@ -103,6 +103,7 @@ pub struct ListedKey {
 }
 
 /// What names a key: see [`TopKeys::name_keys`].
+#[derive(Clone)]
 pub struct KeyName {
     pub description: KeyDescription,
     pub store_key: Option<Rc<str>>,

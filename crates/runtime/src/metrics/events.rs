@@ -86,6 +86,11 @@ static SPANS: Metric = counter(
     "transom_spans_total",
     "Spans of traced requests: exported, dropped because the queue was full, or failed to be exported.",
 );
+static NOTIFY: Metric = counter(
+    "transom_notify_total",
+    "Keys that reached a mark of a limit, by what became of the notification: logged only, delivered, failed, dropped because \
+     a queue was full, or sent by another gateway (duplicate).",
+);
 pub static COUNTERS: Metric = gauge("transom_counters", "Counters in the table: live ones, and free capacity.");
 pub static OVERFLOW: Metric = counter(
     "transom_counters_overflow_total",
@@ -172,6 +177,7 @@ pub static NAMES: &[&Metric] = &[
     &DRAINING,
     &ACCESS_LOG_LOST,
     &SPANS,
+    &NOTIFY,
     &REQUEST_ERRORS,
     &ADMIN_REQUESTS,
     &BUILD_INFO,
@@ -767,6 +773,65 @@ impl DroppedSpans {
 
     pub fn add(&self, spans: usize) {
         self.0.add(spans as u64);
+    }
+}
+
+/// Notifications about keys near their limits. The function of each outcome counts one.
+#[derive(Debug)]
+pub struct NotifyMetrics {
+    logged: Arc<MetricCell>,
+    delivered: Arc<MetricCell>,
+    failed: Arc<MetricCell>,
+    duplicate: Arc<MetricCell>,
+    dropped: DroppedMarks,
+}
+
+impl NotifyMetrics {
+    /// `nth`: number of earlier senders, so that each has its own cells.
+    pub fn new(registry: &Registry, nth: usize) -> NotifyMetrics {
+        let owner = WorkerId::MAX - 1 - nth;
+        let cell = |outcome| registry.cell(&NOTIFY, owner, &[("outcome", outcome)]);
+        NotifyMetrics {
+            logged: cell("logged"),
+            delivered: cell("delivered"),
+            failed: cell("failed"),
+            duplicate: cell("duplicate"),
+            dropped: DroppedMarks::new(registry, owner),
+        }
+    }
+
+    pub fn logged(&self) {
+        self.logged.add(1);
+    }
+
+    pub fn delivered(&self) {
+        self.delivered.add(1);
+    }
+
+    pub fn failed(&self) {
+        self.failed.add(1);
+    }
+
+    pub fn duplicate(&self) {
+        self.duplicate.add(1);
+    }
+
+    pub fn dropped(&self) {
+        self.dropped.add();
+    }
+}
+
+/// Notifications that did not fit into a queue, counted by one thread.
+#[derive(Debug)]
+pub struct DroppedMarks(Arc<MetricCell>);
+
+impl DroppedMarks {
+    pub fn new(registry: &Registry, owner: WorkerId) -> DroppedMarks {
+        DroppedMarks(registry.cell(&NOTIFY, owner, &[("outcome", "dropped")]))
+    }
+
+    pub fn add(&self) {
+        self.0.add(1);
     }
 }
 
