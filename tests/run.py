@@ -4,9 +4,9 @@
     python3 tests/run.py
 
 Installations, builds and tests are steps that run beside one another as far as their inputs are there: most tests wait, so the
-release build of `make instructions` and the loom models fill the time. The release build has a lower priority than the others. Each
-step writes its output to a file; a line a minute says what is running. The output of failed steps is printed last, and the exit code
-is 1.
+release build of `make instructions` and the loom models fill the time. These, and tests without a gateway, have a lower priority
+than the others. Each step writes its output to a file; a line a minute says what is running. The output of failed steps is printed
+last, and the exit code is 1.
 """
 
 import json
@@ -117,7 +117,7 @@ def test_programs(build):
         Step("documentation", [*CARGO_TEST, "--workspace", "--doc"]),
         Step("models-build", [*MODELS, "--no-run"], runs_beside=True),
         # One thread: loom maps memory for each thread of each execution, and threads of one process wait for one another there.
-        Step("models", MODELS, needs=["models-build"], threads=1, runs_beside=True, has_tests=True),
+        Step("models", MODELS, needs=["models-build"], threads=1, has_low_priority=True, runs_beside=True, has_tests=True),
     ]
     with open(build.log) as log:
         lines = log.read().splitlines()
@@ -135,7 +135,7 @@ def test_programs(build):
 
 def steps_of_program(name, program, folder):
     if name != "integration":
-        return [Step(name, [program], folder=folder)]
+        return [Step(name, [program], folder=folder, has_low_priority=True)]
     options = dict(folder=folder, needs=["parts"], runs_beside=True, has_tests=True)
     return [
         # The soak takes five minutes, with little load.
