@@ -45,7 +45,7 @@ help:
 	@echo "make test        run all tests; installs the servers they talk to"
 	@echo "make check       formatting, lints, documentation, licenses and known vulnerabilities of dependencies"
 	@echo "make site        target/site: the documentation as a web site"
-	@echo "make docs        writes the settings into the configuration reference, and the messages of proto/ as Rust"
+	@echo "make docs        writes the settings and the endpoints into the reference, and the messages of proto/ as Rust"
 	@echo "make release     target/dist/transom: optimized with a profile of the gateway under load; builds twice"
 	@echo "make package     target/package: a .deb, a tarball and a container image of the release"
 	@echo "make package-test  builds packages; installs the .deb in a Debian of its own, runs the image; needs root"
@@ -76,7 +76,7 @@ test:
 	python3 tests/run.py
 
 docs:
-	TRANSOM_WRITE_DOCS=1 cargo test --locked --test integration -- the_configuration_reference checked_in_messages
+	TRANSOM_WRITE_DOCS=1 cargo test --locked --test integration -- the_configuration_reference the_reference_of_the_admin_api checked_in_messages
 
 # The documentation as a web site. Its table of contents is docs/README.md. Files lie as in the repository, so that links between
 # them lead to the same pages; mdbook calls README.md index.html, but not in links.

@@ -6,9 +6,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::notify::MarkReader;
+use serde_json::{Value, json};
 use smallvec::SmallVec;
 use transom_config::key_kind::CLIENT;
-use transom_http::error::DecisionError;
+use transom_http::error::ApiError;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision::Decision;
@@ -274,13 +275,13 @@ impl DecisionService {
         query: &DecisionQuery,
         counters: &CounterAccess,
         outputs: DecisionOutputs<'_>,
-    ) -> Result<DecisionOutcome, DecisionError> {
+    ) -> Result<DecisionOutcome, ApiError> {
         let rules = self.keyed_rules(&query.rules, counters.shared.is_some())?;
         for (i, rule) in rules.iter().enumerate() {
             let identity = rule.identity();
             if identity.is_some() && rules.iter().take(i).any(|other| other.identity() == identity) {
                 let name = &self.rule_set.rules[rule.rule].rule.name;
-                return Err(DecisionError::Malformed(format!("rule `{name}` is named twice with the same key")));
+                return Err(ApiError::Malformed(format!("rule `{name}` is named twice with the same key")));
             }
         }
         let outcome = self.run(&rules, query, counters, outputs).await?;
@@ -303,7 +304,7 @@ impl DecisionService {
         query: &DecisionQuery,
         counters: &CounterAccess,
         outputs: DecisionOutputs<'_>,
-    ) -> Result<DecisionOutcome, DecisionError> {
+    ) -> Result<DecisionOutcome, ApiError> {
         match query.operation {
             Operation::Limit => self.acquire(rules, query, counters, outputs).await,
             // The check acquires the tokens, which may reserve them in a later window, and refunds them.
@@ -327,7 +328,7 @@ impl DecisionService {
         query: &DecisionQuery,
         counters: &CounterAccess,
         outputs: DecisionOutputs<'_>,
-    ) -> Result<DecisionOutcome, DecisionError> {
+    ) -> Result<DecisionOutcome, ApiError> {
         let is_check = query.operation == Operation::Check;
         let charge_plan = self.rule_set.query_plan(rules.iter().map(|rule| rule.rule), !is_check);
         let keyed_requests = || rules.iter().map(|rule| rule.keyed_request);
@@ -338,7 +339,7 @@ impl DecisionService {
             store_keys: rules.map(|rule| rule.store_key.clone()),
         };
         let decided = counters.decide_query(&key_query, is_check).await;
-        let (decision, context) = decided.map_err(|Unavailable| DecisionError::StoreUnavailable)?;
+        let (decision, context) = decided.map_err(|Unavailable| ApiError::StoreUnavailable)?;
         let now_ms = counters.clock.now().unix_ms;
         let (allowed, retry_at_ms) = match &decision {
             Decision::Admitted => (true, Some(now_ms)),
@@ -370,7 +371,7 @@ impl DecisionService {
         rules: &IdVec<PlanPosition, KeyedRule>,
         query: &DecisionQuery,
         counters: &CounterAccess,
-    ) -> Result<DecisionOutcome, DecisionError> {
+    ) -> Result<DecisionOutcome, ApiError> {
         let now_ms = counters.clock.now().unix_ms;
         let mut outcome = DecisionOutcome {
             allowed: true,
@@ -394,7 +395,7 @@ impl DecisionService {
                 Operation::Reset => counters.reset(&key_query).await,
                 Operation::Limit | Operation::Check | Operation::Value => counters.value(&key_query).await,
             };
-            let KeyState { mut context, admits, .. } = state.map_err(|Unavailable| DecisionError::StoreUnavailable)?;
+            let KeyState { mut context, admits, .. } = state.map_err(|Unavailable| ApiError::StoreUnavailable)?;
             outcome.allowed &= admits;
             outcome.now_ms = outcome.now_ms.max(counters.clock.now().unix_ms);
             let retry_at_ms = match query.operation {
@@ -458,11 +459,7 @@ impl DecisionService {
 
     /// Finds the rules of a query, and their keys. As a request, a query has one client: where the key of a rule does not name
     /// it, the keys of the other rules do.
-    fn keyed_rules(
-        &self,
-        queries: &[RuleQuery],
-        uses_store: bool,
-    ) -> Result<IdVec<PlanPosition, KeyedRule>, DecisionError> {
+    fn keyed_rules(&self, queries: &[RuleQuery], uses_store: bool) -> Result<IdVec<PlanPosition, KeyedRule>, ApiError> {
         if let [RuleQuery { rule, key: QueryKey::Listed(listed), cost }] = queries {
             return Ok(IdVec::from(vec![self.listed_rule(self.rule(rule)?, listed, *cost)]));
         }
@@ -478,13 +475,13 @@ impl DecisionService {
     /// # Errors
     ///
     /// An unknown rule or client, or a rule that does not count by client.
-    pub fn name_clients(&self, query: &mut DecisionQuery) -> Result<(), DecisionError> {
+    pub fn name_clients(&self, query: &mut DecisionQuery) -> Result<(), ApiError> {
         for RuleQuery { rule, key, .. } in &mut query.rules {
             let QueryKey::OfClient(client, others) = key else { continue };
             let parts = &self.rule_set.rules[self.rule(rule)?].rule.key;
             let Some(position) = parts.iter().position(|part| CLIENT.has(part)) else {
                 let reason = "the key of this rule has no part `client`: give the `key` instead of the `client`";
-                return Err(DecisionError::Malformed(reason.to_owned()));
+                return Err(ApiError::Malformed(reason.to_owned()));
             };
             self.client_named(client)?;
             if others.len() + 1 != parts.len() {
@@ -493,7 +490,7 @@ impl DecisionService {
                     true => String::from("the key of this rule is the client alone: remove `key`"),
                     false => format!("beside the client, the key of this rule consists of `{}`", names.join("`, `")),
                 };
-                return Err(DecisionError::Malformed(reason));
+                return Err(ApiError::Malformed(reason));
             }
             let mut values = std::mem::take(others);
             values.insert(position, std::mem::take(client));
@@ -503,15 +500,15 @@ impl DecisionService {
     }
 
     /// The client with this name.
-    pub fn client_named(&self, name: &str) -> Result<ClientId, DecisionError> {
+    pub fn client_named(&self, name: &str) -> Result<ClientId, ApiError> {
         let client = self.clients.as_ref().and_then(|clients| clients.named(name));
-        client.ok_or_else(|| DecisionError::UnknownClient(name.chars().take(64).collect()))
+        client.ok_or_else(|| ApiError::UnknownClient(name.chars().take(64).collect()))
     }
 
     /// The rule with this name.
-    pub fn rule(&self, name: &str) -> Result<RuleId, DecisionError> {
+    pub fn rule(&self, name: &str) -> Result<RuleId, ApiError> {
         let rule = self.rule_set.rules.position(|compiled| compiled.rule.name == name);
-        rule.ok_or_else(|| DecisionError::UnknownRule(name.chars().take(64).collect()))
+        rule.ok_or_else(|| ApiError::UnknownRule(name.chars().take(64).collect()))
     }
 
     /// A rule with one of its busiest keys.
@@ -530,7 +527,7 @@ impl DecisionService {
         &self,
         rules: &[RuleKeyValues<'_, K>],
         uses_store: bool,
-    ) -> impl Iterator<Item = Result<KeyedRule, DecisionError>> {
+    ) -> impl Iterator<Item = Result<KeyedRule, ApiError>> {
         let callers: SmallVec<[CallerIdentity; 4]> = rules.iter().map(|rule| self.caller(rule)).collect();
         let of_query = callers.iter().copied().fold(CallerIdentity::default(), CallerIdentity::or);
         rules.iter().zip(callers).map(move |(rule, caller)| self.keyed_rule(rule, caller.or(of_query), uses_store))
@@ -553,7 +550,7 @@ impl DecisionService {
         values: &RuleKeyValues<'_, K>,
         caller: CallerIdentity,
         uses_store: bool,
-    ) -> Result<KeyedRule, DecisionError> {
+    ) -> Result<KeyedRule, ApiError> {
         let rule = values.rule;
         let (keyed_request, is_refused) = match self.key_treatment(values, &caller)? {
             KeyTreatment::Counted(keyed_request) => (Some(keyed_request), false),
@@ -567,6 +564,18 @@ impl DecisionService {
             written.then(|| text.into())
         });
         Ok(KeyedRule { rule, keyed_request, is_refused, store_key })
+    }
+
+    /// The rules of a query, each with its key in JSON; secrets as digests.
+    pub fn describe_keys(&self, query: &DecisionQuery, digester: &KeyDigester) -> Result<Value, ApiError> {
+        let describe = |RuleQuery { rule, key, .. }: &RuleQuery| {
+            let parts = match key {
+                QueryKey::Listed(listed) => listed.description.parts_json(),
+                key => self.describe_key(self.rule(rule)?, key.values(), digester).parts_json(),
+            };
+            Ok(json!({ "rule": rule, "key": parts }))
+        };
+        query.rules.iter().map(describe).collect()
     }
 
     /// The key of a query, as of a request with that key.
@@ -594,26 +603,26 @@ impl DecisionService {
         &self,
         RuleKeyValues { rule, key: values, cost }: &RuleKeyValues<'_, K>,
         caller: &CallerIdentity,
-    ) -> Result<KeyTreatment, DecisionError> {
+    ) -> Result<KeyTreatment, ApiError> {
         let (served, rule) = (&self.rules[*rule], &self.rule_set.rules[*rule].rule);
         // A global rule takes no key, and ignores a given one.
         let parts: &[KeyPart] = if rule.key == [KeyPart::GLOBAL] { &[] } else { &rule.key };
         if parts.len() != values.len() && !parts.is_empty() {
             let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
-            return Err(DecisionError::Malformed(format!("the key of this rule consists of `{}`", names.join("`, `"))));
+            return Err(ApiError::Malformed(format!("the key of this rule consists of `{}`", names.join("`, `"))));
         }
         let unusable =
             parts.iter().zip(*values).find(|(part, value)| !is_usable_key(part.kind.number, value.as_ref().as_bytes()));
         if let Some((part, _)) = unusable {
             let reason = format!("`{part}` contains bytes other than printable ASCII");
-            return Err(DecisionError::Malformed(reason));
+            return Err(ApiError::Malformed(reason));
         }
-        let hash = |start: &KeyHasher, digests: bool| -> Result<KeyHash, DecisionError> {
+        let hash = |start: &KeyHasher, digests: bool| -> Result<KeyHash, ApiError> {
             let mut hasher = start.clone();
             let given = if parts.is_empty() { &[][..] } else { values };
             for (part, value) in rule.key.iter().zip(given.iter().map(K::as_ref).chain(std::iter::repeat(""))) {
                 feed_text(&mut hasher, part, value, digests).ok_or_else(|| {
-                    DecisionError::Malformed(String::from("the key is not an IP address, and the rule counts by `ip`"))
+                    ApiError::Malformed(String::from("the key is not an IP address, and the rule counts by `ip`"))
                 })?;
             }
             Ok(hasher.finish())
@@ -657,13 +666,13 @@ impl DecisionService {
 }
 
 /// What a rule does with a key that names no client.
-fn unknown_key(check: &ClientCheck, on_missing: &OnMissing) -> Result<KeyTreatment, DecisionError> {
+fn unknown_key(check: &ClientCheck, on_missing: &OnMissing) -> Result<KeyTreatment, ApiError> {
     match on_missing {
         OnMissing::Skip if check.is_missing => Ok(KeyTreatment::NotCounted),
         OnMissing::Fallback(parts) if check.is_missing => {
             let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
             let names = names.join("`, `");
-            Err(DecisionError::Malformed(format!(
+            Err(ApiError::Malformed(format!(
                 "the key names no client: requests with it are counted by `{names}`, which a query cannot give"
             )))
         }

@@ -162,6 +162,7 @@ fn test_file_for(name: &Path, clients: &str) -> io::Result<Vec<u8>> {
         "authority.pem" => "good/authority.pem",
         "redis.password" => "good/redis.password",
         "admin.token" | "admin-token" | "notify.secret" => "good/admin.token",
+        "support.token" => "good/support.token",
         other => panic!("the documentation names `{other}`: choose a test file for it here"),
     };
     fs::read(folder.join(file))

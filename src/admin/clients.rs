@@ -1,35 +1,29 @@
 //! `GET /v1/clients` and `GET /v1/clients/NAME`: the clients, and how much of its limits each has used.
 
-use http::Uri;
+use http::Response;
 use serde_json::{Map, Value, json};
 
 use super::decision_json::{render_concurrency, render_window};
-use super::{AdminState, DecisionApi, top_query};
-use crate::decision::{DecisionOutputs, DecisionQuery, Operation, QueryKey, RuleQuery};
+use super::endpoints::{Call, json_response, with_body};
+use super::{AdminBody, AdminState, DecisionApi, decisions, top_query};
+use crate::decision::{DecisionQuery, Operation, QueryKey, RuleQuery};
 use transom_config::key_kind::CLIENT;
-use transom_http::error::DecisionError;
+use transom_http::error::ApiError;
 use transom_limiter::handles::Handle as _;
 use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;
 use transom_rules::client_plans::describe_client;
-use transom_rules::responses::{self, LocalResponse};
+use transom_rules::responses::LocalResponse;
 
-/// The name of a client in a path.
-pub fn name_in(path: &str) -> Option<&str> {
-    path.strip_prefix("/v1/clients/").filter(|name| !name.is_empty())
+/// `GET /v1/clients`.
+pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
+    Ok(json_response(&json!({ "clients": describe_all(&*call.decision_api()?) })))
 }
 
-pub async fn response(state: &AdminState, uri: &Uri) -> LocalResponse {
-    let decision_api = state.decision_api.borrow().clone();
-    let Some(decision_api) = decision_api else { return responses::not_ready_response(String::from("starting\n")) };
-    let found = match name_in(uri.path()) {
-        None => Ok(json!({ "clients": describe_all(&decision_api) })),
-        Some(name) => client_with_usage(state, &decision_api, name).await,
-    };
-    match found {
-        Ok(found) => responses::json_response(format!("{found}\n")),
-        Err(error) => responses::decision_error_response(&error),
-    }
+/// `GET /v1/clients/{name}`.
+pub async fn show(call: Call) -> Result<Response<AdminBody>, ApiError> {
+    let client = client_with_usage(&call.state, &*call.decision_api()?, call.path_value(0)).await?;
+    Ok(with_body(json_response(&client)))
 }
 
 fn describe_all(decision_api: &DecisionApi) -> Vec<Value> {
@@ -39,7 +33,7 @@ fn describe_all(decision_api: &DecisionApi) -> Vec<Value> {
         .collect()
 }
 
-async fn client_with_usage(state: &AdminState, decision_api: &DecisionApi, name: &str) -> Result<Value, DecisionError> {
+async fn client_with_usage(state: &AdminState, decision_api: &DecisionApi, name: &str) -> Result<Value, ApiError> {
     let served = &decision_api.served;
     let position = served.decision_service.client_named(name)?;
     let Some(clients) = &served.config.clients else { return Ok(Value::Null) };
@@ -66,16 +60,14 @@ async fn client_with_usage(state: &AdminState, decision_api: &DecisionApi, name:
 /// How much a client has used of the windows of a rule by client.
 async fn usage(
     state: &AdminState,
-    DecisionApi { served, metrics, .. }: &DecisionApi,
+    decision_api: &DecisionApi,
     rule: &str,
     client: &str,
-) -> Result<Map<String, Value>, DecisionError> {
+) -> Result<Map<String, Value>, ApiError> {
     let key = QueryKey::Values(vec![client.to_owned()]);
     let rules = vec![RuleQuery { rule: rule.to_owned(), key, cost: None }];
     let query = DecisionQuery { operation: Operation::Value, rules, reserve: false };
-    let (top_keys, readable_digester) = (&*state.top_keys(served), &*served.readable_digester);
-    let outputs = DecisionOutputs { metrics, top_keys, marks: None, readable_digester };
-    let outcome = served.decision_service.decide(&query, &state.counter_access, outputs).await?;
+    let outcome = decisions::run(state, decision_api, &query).await?;
     let windows = outcome.windows.iter().map(|window| {
         let mut fields = render_window(window, outcome.now_ms);
         fields.insert("name".to_owned(), json!(window.name));

@@ -2,8 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
+use super::json_objects::{QUERIED_RULE, RULE_QUERY, RULES_QUERY};
 use crate::decision::{ConcurrencyState, DecisionOutcome, DecisionQuery, Operation, QueryKey, RuleQuery, WindowState};
-use transom_http::error::DecisionError;
+use transom_http::error::ApiError;
 use transom_rules::ratelimit_headers::seconds_until;
 
 /// Rules of a query with several.
@@ -12,7 +13,7 @@ const RULES_MAX: usize = 64;
 /// Parses the body of a query: `{"rule": …, "key": …, "cost": …, "reserve": …}`, or several rules at once,
 /// `{"rules": [{"rule": …, "key": …, "cost": …}], "reserve": …}`. A `client` stands for its part of
 /// the key. Of one rule, the query may have an `id` instead of the key: it is returned beside the query, which has no key then.
-pub fn parse(operation: Operation, text: &[u8]) -> Result<(DecisionQuery, Option<u64>), DecisionError> {
+pub fn parse(operation: Operation, text: &[u8]) -> Result<(DecisionQuery, Option<u64>), ApiError> {
     let query: Map<String, Value> =
         serde_json::from_slice(text).map_err(|_| malformed("the query is not a JSON object"))?;
     let reserve = match query.get("reserve") {
@@ -21,41 +22,35 @@ pub fn parse(operation: Operation, text: &[u8]) -> Result<(DecisionQuery, Option
         Some(_) => return Err(malformed("`reserve` is neither `true` nor `false`")),
     };
     let Some(rules) = query.get("rules") else {
-        check_keys(&query, &["rule", "key", "client", "id", "cost", "reserve"])?;
+        RULE_QUERY.check_names(&query)?;
         let id = parse_id(operation, &query)?;
         return Ok((DecisionQuery { operation, rules: vec![parse_rule(&query)?], reserve }, id));
     };
     if query.contains_key("rule") {
         return Err(malformed("`rule` and `rules` are both given: keep one of the two"));
     }
-    check_keys(&query, &["rules", "reserve"])?;
+    RULES_QUERY.check_names(&query)?;
     let rules = rules.as_array().filter(|rules| (1..=RULES_MAX).contains(&rules.len()));
     let rules = rules.ok_or_else(|| malformed("`rules` is not a list of 1 to 64 objects"))?;
     let parse_entry = |entry: &Value| {
         let entry = entry.as_object().ok_or_else(|| malformed("`rules` is not a list of 1 to 64 objects"))?;
-        check_keys(entry, &["rule", "key", "client", "cost"])?;
+        QUERIED_RULE.check_names(entry)?;
         parse_rule(entry)
     };
     let rules = rules.iter().map(parse_entry).collect::<Result<_, _>>()?;
     Ok((DecisionQuery { operation, rules, reserve }, None))
 }
 
-fn malformed(reason: &str) -> DecisionError {
-    DecisionError::Malformed(reason.to_owned())
-}
-
-fn check_keys(object: &Map<String, Value>, known: &[&str]) -> Result<(), DecisionError> {
-    let Some(other) = object.keys().find(|name| !known.contains(&name.as_str())) else { return Ok(()) };
-    let other: String = other.chars().take(64).collect();
-    Err(DecisionError::Malformed(format!("`{other}` is not one of `{}`", known.join("`, `"))))
+fn malformed(reason: &str) -> ApiError {
+    ApiError::Malformed(reason.to_owned())
 }
 
 /// The id of a key, as `/v1/top` lists it.
-fn parse_id(operation: Operation, query: &Map<String, Value>) -> Result<Option<u64>, DecisionError> {
+fn parse_id(operation: Operation, query: &Map<String, Value>) -> Result<Option<u64>, ApiError> {
     let given = |name: &str| query.get(name).filter(|value| !value.is_null());
     let Some(id) = given("id") else { return Ok(None) };
     if let Some(other) = ["key", "client"].into_iter().find(|name| given(name).is_some()) {
-        return Err(DecisionError::Malformed(format!("`{other}` and `id` are both given: keep one of the two")));
+        return Err(ApiError::Malformed(format!("`{other}` and `id` are both given: keep one of the two")));
     }
     if operation == Operation::Limit {
         return Err(malformed("`/v1/limit` takes a `key`, not an `id`"));
@@ -65,7 +60,7 @@ fn parse_id(operation: Operation, query: &Map<String, Value>) -> Result<Option<u
     id.map(Some).ok_or_else(|| malformed("`id` is not one of `/v1/top`"))
 }
 
-fn parse_rule(object: &Map<String, Value>) -> Result<RuleQuery, DecisionError> {
+fn parse_rule(object: &Map<String, Value>) -> Result<RuleQuery, ApiError> {
     let Some(Value::String(rule)) = object.get("rule") else { return Err(malformed("`rule` is not a string")) };
     let text = |value: &Value| match value {
         Value::String(text) if !text.is_empty() => Some(text.clone()),

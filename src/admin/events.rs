@@ -13,18 +13,23 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::{Method, Response};
 use http_body::{Body, Frame};
+use http_body_util::Either;
 use serde_json::{Value, json};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
+use super::authorization::is_cross_origin;
+use super::endpoints::{Call, with_body};
 use super::history::{Down, History, Sample};
 use super::top_query::TopQuery;
-use super::{AdminState, DecisionApi, upstreams};
-use transom_http::error::DecisionError;
+use super::{AdminBody, AdminState, DecisionApi, upstreams};
+use transom_http::error::ApiError;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{OnLimit, Rule, Sharing};
 use transom_limiter::window::Windows;
+use transom_rules::responses;
 use transom_rules::top_keys::KeyOutcome;
 use transom_runtime::metrics::events::{CONNECTIONS, DELAYED_REQUESTS, REQUESTS_ACTIVE, UPSTREAM_REQUESTS};
 use transom_runtime::metrics::totals::{Totals, value};
@@ -91,14 +96,25 @@ impl Body for EventBody {
     }
 }
 
-/// Opens a stream.
-pub fn open(state: &Rc<AdminState>) -> Result<EventBody, DecisionError> {
+/// `GET /v1/events`. A page of another origin could not read the events, but could use up all streams.
+pub fn open(call: &Call) -> Result<Response<AdminBody>, ApiError> {
+    if call.parts.method == Method::HEAD {
+        return Ok(with_body(responses::event_stream_head()));
+    }
+    if is_cross_origin(&call.parts.headers) {
+        return Err(ApiError::CrossOrigin);
+    }
+    let body = open_stream(&call.state)?;
+    Ok(responses::event_stream_head().map(|_empty| Either::Right(body)))
+}
+
+fn open_stream(state: &Rc<AdminState>) -> Result<EventBody, ApiError> {
     let streams = &state.events.streams;
     if state.accept_state.borrow().is_over() {
-        return Err(DecisionError::HandedOver);
+        return Err(ApiError::HandedOver);
     }
     if streams.get() >= STREAMS_MAX {
-        return Err(DecisionError::TooManyStreams);
+        return Err(ApiError::TooManyStreams);
     }
     streams.set(streams.get() + 1);
     let (sender, receiver) = mpsc::channel(1);
@@ -319,7 +335,7 @@ fn configuration(state: &AdminState, decision_api: &DecisionApi) -> Value {
         "rules": config.limiter_rules().take(DESCRIBED_MAX).map(describe_rule).collect::<Vec<_>>(),
         "routes": routes.collect::<Vec<_>>(),
         "top_keys": config.admin.top_keys > 0,
-        "token_required": state.settings.borrow().token.is_some(),
+        "token_required": state.settings.borrow().known_tokens().next().is_some(),
         "reloads": reloads.map(|reload| json!({ "time": reload.at_ms, "problem": reload.problem })).collect::<Vec<_>>(),
     })
 }

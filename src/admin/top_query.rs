@@ -4,14 +4,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::Response;
 use serde_json::{Value, json};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::timeout;
 
-use super::AdminState;
+use super::endpoints::{Call, json_response, with_body};
+use super::{AdminBody, AdminState};
 use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_state::TopKeysQuery;
-use transom_http::error::DecisionError;
+use transom_http::error::ApiError;
 use transom_http::request_values::{Occurrence, query_parameter};
 use transom_limiter::rule_set::CompiledRule;
 use transom_rules::top_keys::{KeyOutcome, ListedKey, Snapshot, TopKey, TopList};
@@ -20,6 +22,12 @@ use transom_rules::top_keys::{KeyOutcome, ListedKey, Snapshot, TopKey, TopList};
 const LIMIT: usize = 100;
 /// How long to wait for workers that look for a key.
 const FIND_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// `GET /v1/top`: the busiest keys of one rule or of all.
+pub async fn busiest_keys(call: Call) -> Result<Response<AdminBody>, ApiError> {
+    let lists = TopQuery::parse(call.query())?.list(&call.state, &call.decision_api()?.served).await?;
+    Ok(with_body(json_response(&lists)))
+}
 
 /// What a list is of.
 #[derive(PartialEq, Eq, Debug)]
@@ -32,8 +40,8 @@ pub struct TopQuery {
 }
 
 impl TopQuery {
-    pub fn parse(query: &str) -> Result<TopQuery, DecisionError> {
-        let malformed = |reason: String| DecisionError::Malformed(reason);
+    pub fn parse(query: &str) -> Result<TopQuery, ApiError> {
+        let malformed = |reason: String| ApiError::Malformed(reason);
         let parameter = |name: &str| match query_parameter(query, name) {
             Ok(Occurrence::Absent) => Ok(None),
             Ok(Occurrence::Single(value)) => Ok(Some(String::from_utf8_lossy(&value).into_owned())),
@@ -58,14 +66,14 @@ impl TopQuery {
     }
 
     /// The lists of all workers and of the decision API, merged, as JSON.
-    pub async fn list(&self, state: &AdminState, served: &Arc<ServedConfig>) -> Result<Value, DecisionError> {
+    pub async fn list(&self, state: &AdminState, served: &Arc<ServedConfig>) -> Result<Value, ApiError> {
         if served.config.admin.top_keys == 0 {
-            return Err(DecisionError::TopKeysOff);
+            return Err(ApiError::TopKeysOff);
         }
         let is_listed = |rule: &&CompiledRule| self.rule.as_ref().is_none_or(|name| rule.rule.name == *name);
         let rules: Vec<&CompiledRule> = served.rule_set.rules.iter().filter(is_listed).collect();
         if let (Some(name), []) = (&self.rule, &rules[..]) {
-            return Err(DecisionError::UnknownRule(name.chars().take(64).collect()));
+            return Err(ApiError::UnknownRule(name.chars().take(64).collect()));
         }
         let snapshots = snapshots(self.outcome, state, served, &rules).await;
         let now_ms = state.clock.now().unix_ms;
@@ -87,9 +95,9 @@ pub async fn find(
     served: &Arc<ServedConfig>,
     rule: &str,
     id: u64,
-) -> Result<Arc<ListedKey>, DecisionError> {
+) -> Result<Arc<ListedKey>, ApiError> {
     if served.config.admin.top_keys == 0 {
-        return Err(DecisionError::TopKeysOff);
+        return Err(ApiError::TopKeysOff);
     }
     let compiled_rule = &served.rule_set.rules[served.decision_service.rule(rule)?];
     let (rule, config_number) = (compiled_rule.hash_prefix, served.number);
@@ -105,7 +113,7 @@ pub async fn find(
     };
     let _ = timeout(FIND_TIMEOUT, receive).await;
     let found = found.into_iter().min_by_key(|key| key.keyed_request.map(|request| request.variant));
-    found.ok_or_else(|| DecisionError::UnlistedKey { rule: compiled_rule.rule.name.clone(), id })
+    found.ok_or_else(|| ApiError::UnlistedKey { rule: compiled_rule.rule.name.clone(), id })
 }
 
 /// How often each rule has refused a client, as far as the keys of the client are among the busiest ones.

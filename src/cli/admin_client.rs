@@ -2,11 +2,11 @@
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONNECTION, HOST};
+use http::header::{AUTHORIZATION, CONNECTION, HOST};
 use http::{HeaderValue, Request};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper_util::rt::TokioIo;
@@ -29,6 +29,39 @@ pub struct AdminAddress {
     admin: Option<String>,
 }
 
+/// The token that a command sends.
+#[derive(clap::Args)]
+pub struct TokenFile {
+    /// File with a token of the admin address, instead of one that the configuration names
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+}
+
+impl TokenFile {
+    /// The token: of the file, or of a configuration, where that of `token_file` has every right.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read.
+    pub fn read(&self, config: Option<&Config>) -> Result<Option<String>, String> {
+        match &self.token_file {
+            Some(file) => std::fs::read_to_string(file)
+                .map(|token| Some(token.trim_ascii().to_owned()))
+                .map_err(|error| format!("cannot read `{}`: {error}", file.display())),
+            None => {
+                Ok(config.and_then(|config| config.admin.known_tokens().next()).map(|token| token.secret.0.clone()))
+            }
+        }
+    }
+}
+
+/// A gateway that may run, and the token for it.
+pub struct RunningGateway {
+    /// `HOST:PORT`.
+    pub address: String,
+    pub token: Option<String>,
+}
+
 /// Accepts the URL of the dashboard, too.
 fn parse_address(text: &str) -> Result<String, String> {
     let address = text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/');
@@ -45,24 +78,37 @@ impl AdminAddress {
     ///
     /// # Errors
     ///
-    /// The configuration is invalid, or has no admin address.
-    pub fn find(&self, config: &Path) -> Result<String, String> {
-        self.find_by(config, admin_address)
+    /// The configuration is invalid, or has no admin address, or the token cannot be read.
+    pub fn find(&self, config: &Path, token: &TokenFile) -> Result<RunningGateway, String> {
+        let read = self.read_config(config)?;
+        let address = self.address(config, read.as_ref(), admin_address)?;
+        let token = token.read(read.as_ref()).map_err(|message| format!("transom: {message}"))?;
+        Ok(RunningGateway { address, token })
     }
 
-    /// As [`AdminAddress::find`], of an address that serves `/readyz`.
-    pub fn find_readiness(&self, config: &Path) -> Result<String, String> {
-        self.find_by(config, |config| admin_address(config).or_else(|| metrics_address(config)))
+    /// An address that serves `/readyz`, which needs no token.
+    pub fn find_readiness(&self, config: &Path) -> Result<RunningGateway, String> {
+        let address = |config: &Config| admin_address(config).or_else(|| metrics_address(config));
+        let address = self.address(config, self.read_config(config)?.as_ref(), address)?;
+        Ok(RunningGateway { address, token: None })
     }
 
-    fn find_by(&self, config: &Path, address: impl Fn(&Config) -> Option<String>) -> Result<String, String> {
-        if let Some(address) = &self.admin {
-            return Ok(address.clone());
+    fn read_config(&self, config: &Path) -> Result<Option<Config>, String> {
+        if self.admin.is_some() {
+            return Ok(None);
         }
         let read = read_config(config, &mut FileWatch::default());
-        let read = read.map_err(|invalid| invalid.to_string().trim_end().to_owned())?;
-        address(&read).ok_or_else(|| {
-            let file = config.display();
+        read.map(Some).map_err(|invalid| invalid.to_string().trim_end().to_owned())
+    }
+
+    fn address(
+        &self,
+        file: &Path,
+        config: Option<&Config>,
+        address: impl Fn(&Config) -> Option<String>,
+    ) -> Result<String, String> {
+        self.admin.clone().or_else(|| address(config?)).ok_or_else(|| {
+            let file = file.display();
             format!("transom: {file} sets no admin address with a port\n  fix: name it with `--admin HOST:PORT`")
         })
     }
@@ -89,24 +135,30 @@ fn local_address(mut address: SocketAddr) -> Option<String> {
     Some(address.to_string())
 }
 
-/// Sends a request to `HOST:PORT`. Returns the body of a successful response, or `None` if nothing listens there.
-///
-/// # Errors
-///
-/// The reason why there is no successful response: of the gateway, if it responds with a problem.
-pub async fn send(address: &str, mut request: Request<Full<Bytes>>) -> Result<Option<String>, String> {
-    let host = HeaderValue::from_str(address).map_err(|error| error.to_string())?;
-    request.headers_mut().insert(HOST, host);
-    request.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-    let stream = match tokio::time::timeout(TIMEOUT, TcpStream::connect(address)).await {
-        Ok(Ok(stream)) => stream,
-        Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Ok(None),
-        Ok(Err(error)) => return Err(error.to_string()),
-        Err(_elapsed) => return Err(String::from("it does not accept the connection")),
-    };
-    match tokio::time::timeout(TIMEOUT, exchange(stream, request)).await {
-        Ok(exchanged) => exchanged.map(Some),
-        Err(_elapsed) => Err(String::from("it does not respond")),
+impl RunningGateway {
+    /// Sends a request. Returns the body of a successful response, or `None` if nothing listens at the address.
+    ///
+    /// # Errors
+    ///
+    /// The reason why there is no successful response: of the gateway, if it responds with a problem.
+    pub async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Option<String>, String> {
+        let field = |value: &str| HeaderValue::from_str(value).map_err(|error| error.to_string());
+        let headers = request.headers_mut();
+        headers.insert(HOST, field(&self.address)?);
+        headers.insert(CONNECTION, HeaderValue::from_static("close"));
+        if let Some(token) = &self.token {
+            headers.insert(AUTHORIZATION, field(&format!("Bearer {token}"))?);
+        }
+        let stream = match tokio::time::timeout(TIMEOUT, TcpStream::connect(&self.address)).await {
+            Ok(Ok(stream)) => stream,
+            Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Ok(None),
+            Ok(Err(error)) => return Err(error.to_string()),
+            Err(_elapsed) => return Err(String::from("it does not accept the connection")),
+        };
+        match tokio::time::timeout(TIMEOUT, exchange(stream, request)).await {
+            Ok(exchanged) => exchanged.map(Some),
+            Err(_elapsed) => Err(String::from("it does not respond")),
+        }
     }
 }
 

@@ -13,6 +13,7 @@ use clap::Subcommand;
 use serde_json::{Value, json};
 
 use self::clients_toml::{ClientsDocument, Identifiers};
+use super::admin_client::TokenFile;
 use super::{Exit, list_folder, read_config, read_config_with, read_file, resolve_path};
 use crate::atomic_file::Draft;
 use crate::file_watch::FileWatch;
@@ -60,6 +61,8 @@ struct Show {
     /// Print the client as JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    token: TokenFile,
 }
 
 #[derive(clap::Args)]
@@ -121,7 +124,7 @@ pub fn clients(arguments: &Arguments) -> Exit {
         Action::Add(add) => self::add(&arguments.config, add),
         Action::Remove(remove) => self::remove(&arguments.config, remove),
         Action::List(List { json }) => list(&arguments.config, *json),
-        Action::Show(Show { name, json }) => show::show(&arguments.config, name, *json),
+        Action::Show(show) => show::show(&arguments.config, show),
     };
     match done {
         Ok(()) => Exit::Fine,

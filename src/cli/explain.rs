@@ -6,12 +6,13 @@ use std::path::Path;
 
 use bytes::Bytes;
 use http::Request;
-use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE};
+use http::header::{ACCEPT, CONTENT_TYPE};
 use http_body_util::Full;
 use serde_json::Value;
 use tokio::runtime::{Builder, LocalOptions};
 
-use super::{Exit, admin_client, read_config};
+use super::admin_client::{self, RunningGateway, TokenFile};
+use super::{Exit, read_config};
 use crate::explain::explain_without_gateway;
 use crate::explain::question::Question;
 use crate::file_watch::FileWatch;
@@ -35,6 +36,8 @@ pub struct Options {
     /// Print the explanation as JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    token: TokenFile,
     /// URL of the request
     url: String,
 }
@@ -63,15 +66,15 @@ pub fn explain(path: &Path, options: &Options) -> Exit {
     };
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default());
     let explained = runtime.map_err(|error| error.to_string()).and_then(|runtime| {
-        let token = config.admin.token.as_ref().map(|token| token.0.clone());
+        let token = options.token.read(Some(&config))?;
+        let gateway = admin_client::admin_address(&config).map(|address| RunningGateway { address, token });
         runtime.block_on(async {
-            let address = admin_client::admin_address(&config);
-            if let Some(address) = &address
-                && let Some(explained) = ask_gateway(address, token.as_deref(), options).await?
+            if let Some(gateway) = &gateway
+                && let Some(explained) = ask_gateway(gateway, options).await?
             {
                 return Ok(explained);
             }
-            explain_by_config(config, address, &question, options).await
+            explain_by_config(config, gateway.map(|gateway| gateway.address), &question, options).await
         })
     });
     match explained {
@@ -105,20 +108,17 @@ async fn explain_by_config(
 }
 
 /// The explanation of the running gateway; `None` if nothing listens at its admin address.
-async fn ask_gateway(address: &str, token: Option<&str>, options: &Options) -> Result<Option<String>, String> {
+async fn ask_gateway(gateway: &RunningGateway, options: &Options) -> Result<Option<String>, String> {
+    let address = &gateway.address;
     let failed = |reason: String| format!("the gateway at http://{address} cannot explain the request: {reason}");
     let Options { method, url, headers, client, as_client, .. } = options;
     let question = Question::to_json(method, url, headers, *client, as_client.as_deref());
     let request = Request::post("/v1/explain")
         .header(CONTENT_TYPE, "application/json")
         .header(ACCEPT, if options.json { "application/json" } else { "text/plain" });
-    let request = match token {
-        Some(token) => request.header(AUTHORIZATION, format!("Bearer {token}")),
-        None => request,
-    };
     let request = request.body(Full::new(Bytes::from(question.to_string())));
     let request = request.map_err(|error| failed(error.to_string()))?;
-    match admin_client::send(address, request).await.map_err(failed)? {
+    match gateway.send(request).await.map_err(failed)? {
         Some(body) if options.json => {
             let value: Value = serde_json::from_str(&body).map_err(|error| failed(error.to_string()))?;
             Ok(Some(format!("{value:#}")))

@@ -19,7 +19,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use unicode_width::UnicodeWidthChar as _;
 
 use super::Exit;
-use super::admin_client::{self, AdminAddress};
+use super::admin_client::{AdminAddress, RunningGateway, TokenFile};
 use transom_limiter::store_key::percent_encode;
 use transom_limiter::window::duration_ms;
 use transom_runtime::clock::Clock;
@@ -33,6 +33,8 @@ const TERMINAL_SIZE: (usize, usize) = (80, 24);
 pub struct Options {
     #[command(flatten)]
     address: AdminAddress,
+    #[command(flatten)]
+    token: TokenFile,
     /// Requests that are counted: refused or admitted ones
     #[arg(long, value_name = "refused|admitted", default_value = "refused", value_parser = ["refused", "admitted"], hide_possible_values = true)]
     by: String,
@@ -59,8 +61,8 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 }
 
 pub fn top(path: &Path, options: &Options) -> Exit {
-    let address = match options.address.find(path) {
-        Ok(address) => address,
+    let gateway = match options.address.find(path, &options.token) {
+        Ok(gateway) => gateway,
         Err(message) => {
             print_err!("{message}");
             return Exit::BadConfig;
@@ -70,9 +72,9 @@ pub fn top(path: &Path, options: &Options) -> Exit {
     let shown = runtime.map_err(|error| error.to_string()).and_then(|runtime| {
         runtime.block_on(async {
             if options.once || options.json || !io::stdout().is_terminal() {
-                show_once(&address, options).await
+                show_once(&gateway, options).await
             } else {
-                show_live(&address, options).await
+                show_live(&gateway, options).await
             }
         })
     });
@@ -85,8 +87,8 @@ pub fn top(path: &Path, options: &Options) -> Exit {
     }
 }
 
-async fn show_once(address: &str, options: &Options) -> Result<(), String> {
-    let lists = fetch(address, options).await?;
+async fn show_once(gateway: &RunningGateway, options: &Options) -> Result<(), String> {
+    let lists = fetch(gateway, options).await?;
     match options.json {
         true => print_out!("{lists:#}"),
         false => print_out!("{}", Table { lists: &lists, rates: None }.to_string().trim_end()),
@@ -95,7 +97,7 @@ async fn show_once(address: &str, options: &Options) -> Result<(), String> {
 }
 
 /// Shows the lists until the operator ends the command, also while the gateway is restarted.
-async fn show_live(address: &str, options: &Options) -> Result<(), String> {
+async fn show_live(gateway: &RunningGateway, options: &Options) -> Result<(), String> {
     let failed = |error: io::Error| error.to_string();
     let clock = Clock::system();
     // Ctrl-Z has no effect: a stop would leave the terminal as it is now, and in a container nothing would end the stop.
@@ -111,7 +113,7 @@ async fn show_live(address: &str, options: &Options) -> Result<(), String> {
         // Keys and signals are also handled while the gateway does not answer.
         let mut update = pin!(async move {
             tokio::time::sleep(wait).await;
-            fetch(address, options).await
+            fetch(gateway, options).await
         });
         let fetched = loop {
             tokio::select! {
@@ -143,7 +145,8 @@ async fn show_live(address: &str, options: &Options) -> Result<(), String> {
 }
 
 /// The response of `/v1/top`.
-async fn fetch(address: &str, options: &Options) -> Result<Value, String> {
+async fn fetch(gateway: &RunningGateway, options: &Options) -> Result<Value, String> {
+    let address = &gateway.address;
     let failed = |reason: String| format!("the gateway at http://{address} cannot list its keys: {reason}");
     let mut target = format!("/v1/top?by={}&limit={}", options.by, options.limit);
     if let Some(rule) = &options.rule {
@@ -151,7 +154,7 @@ async fn fetch(address: &str, options: &Options) -> Result<Value, String> {
         percent_encode(rule.as_bytes(), &mut target);
     }
     let request = Request::get(target).body(Full::new(Bytes::new())).map_err(|error| failed(error.to_string()))?;
-    let body = admin_client::send(address, request).await.map_err(failed)?;
+    let body = gateway.send(request).await.map_err(failed)?;
     let body = body.ok_or_else(|| format!("no gateway listens at http://{address}"))?;
     serde_json::from_str(&body).map_err(|error| failed(error.to_string()))
 }

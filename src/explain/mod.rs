@@ -17,7 +17,7 @@ use self::route_choice::RouteChoice;
 use self::rule_state::{RuleResult, RuleState, error_text};
 use crate::proxy::served_config::ServedConfig;
 use transom_config::Config;
-use transom_http::error::{DecisionError, RequestError};
+use transom_http::error::{ApiError, RequestError};
 use transom_http::request_validation::Schemes;
 use transom_http::{path_normalize, request_validation};
 use transom_jwt::published_keys::PublishedKeys;
@@ -80,7 +80,7 @@ pub async fn explain(
     question: &Question,
     counters: &CounterAccess,
     is_live: bool,
-) -> Result<Explanation, DecisionError> {
+) -> Result<Explanation, ApiError> {
     let named = question.as_client.as_ref().map(|name| served.decision_service.client_named(name));
     let as_client = named.transpose()?;
     let parts = &question.parts;

@@ -16,7 +16,7 @@ use transom_config::jwt::{JwtKeySettings, JwtSettings};
 use transom_config::key::KeySettings;
 use transom_config::key_kind::KINDS;
 use transom_config::limits::{DrainSettings, Http2, Limits, Timeouts};
-use transom_config::listen::{Admin, Https, Listen};
+use transom_config::listen::{Admin, AdminToken, Https, Listen};
 use transom_config::notify::NotifySettings;
 use transom_config::overrides::ExceptionSettings;
 use transom_config::path::PathSettings;
@@ -32,10 +32,10 @@ use transom_config::{AccessLogSettings, General, MetricsSettings};
 use transom_http::error::RequestError;
 use transom_limiter::secret_digest::Digest;
 
-use crate::support::client::Client;
+use crate::support::client::{Client, HOST};
 use crate::support::gateway::Gateway;
 use crate::support::process::{BINARY, run};
-use crate::support::{TempDir, eventually, without_digests};
+use crate::support::{TempDir, eventually, one_rule, without_digests};
 
 /// Unix seconds at which both an hour and a minute start.
 const HOUR_S: u64 = 472_223 * 3600;
@@ -439,6 +439,28 @@ fn the_change_log_repeats_no_entry_and_ends_each() {
     }
 }
 
+/// The OpenAPI document comes from the table of endpoints.
+#[test]
+fn the_reference_of_the_admin_api_lists_its_endpoints() {
+    let gateway =
+        Gateway::start(&format!("[admin]\nhosts = [\"{HOST}\"]\n{}", one_rule("key = \"ip\"\nwindows = [\"1/day\"]")));
+    let described = Client::connect(gateway.admin).get("/v1/openapi.json").expect(200).json();
+    let mut rows = Vec::new();
+    for (path, operations) in described["paths"].as_object().unwrap() {
+        for (verb, operation) in operations.as_object().unwrap() {
+            let role = operation["description"].as_str().and_then(|text| text.split('`').nth(1));
+            let (role, summary) = (role.map_or_else(String::new, |role| format!("`{role}`")), &operation["summary"]);
+            rows.push(format!("| `{} {path}` | {role} | {} |", verb.to_uppercase(), summary.as_str().unwrap()));
+        }
+    }
+    let page = "docs/reference/admin-api.md";
+    let mut lines: Vec<String> = document(page).lines().map(str::to_owned).collect();
+    let start = lines.iter().position(|line| line == "| request | role | purpose |").unwrap() + 2;
+    let end = start + lines[start..].iter().take_while(|line| line.starts_with('|')).count();
+    lines.splice(start..end, rows);
+    compare_or_write(page, &(lines.join("\n") + "\n"));
+}
+
 /// `make docs` sets the variable `TRANSOM_WRITE_DOCS`, and writes the rows instead of comparing them.
 #[test]
 fn the_configuration_reference_equals_the_declarations_of_settings_and_key_parts() {
@@ -450,6 +472,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings_and_key_parts
         ("## `[listen]`", Listen::settings()),
         ("## `[listen.https]`", [CertificateFiles::settings(), Https::settings()].concat()),
         ("## `[admin]`", Admin::settings()),
+        ("### Tokens", AdminToken::settings()),
         ("## `[limits]`", Limits::settings()),
         ("## `[timeouts]`", Timeouts::settings()),
         ("## `[drain]`", DrainSettings::settings()),
@@ -500,11 +523,16 @@ fn the_configuration_reference_equals_the_declarations_of_settings_and_key_parts
     let rows = lines[start..].iter().take_while(|line| line.starts_with('|')).count();
     let forms = KINDS.into_iter().flat_map(|kind| kind.forms);
     lines.splice(start..start + rows, forms.map(|(form, value)| format!("| `\"{form}\"` | {value} |")));
-    let generated = lines.join("\n") + "\n";
+    compare_or_write(page, &(lines.join("\n") + "\n"));
+}
+
+/// Compares a page with what it should be; writes it, if `make docs` runs the test.
+fn compare_or_write(page: &str, generated: &str) {
     if std::env::var_os("TRANSOM_WRITE_DOCS").is_some() {
         fs::write(Path::new(env!("CARGO_MANIFEST_DIR")).join(page), generated).unwrap();
-    } else {
-        let differ: Vec<_> = text.lines().zip(generated.lines()).filter(|(written, new)| written != new).collect();
-        assert!(text == generated, "run `make docs`: {differ:#?}");
+        return;
     }
+    let text = document(page);
+    let differ: Vec<_> = text.lines().zip(generated.lines()).filter(|(written, new)| written != new).collect();
+    assert!(text == generated, "run `make docs`: {differ:#?}");
 }

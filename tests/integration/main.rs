@@ -13,6 +13,7 @@ mod access_log;
 mod actions;
 mod activation;
 mod admin;
+mod admin_api;
 mod advisories;
 mod behind_balancer;
 mod bodies;

@@ -275,7 +275,7 @@ fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
 /// Warns of an admin address that other machines can reach, unless it asks for a token.
 pub fn exposed_admin_address(config: &Config) -> Option<String> {
     let address = config.listen.admin.filter(|address| !address.ip().to_canonical().is_loopback())?;
-    config.admin.token.is_none().then(|| {
+    config.admin.known_tokens().next().is_none().then(|| {
         config.hidden.removed_from(format!(
             "`admin` listens on `{address}`: anyone who can connect can read the metrics, and use up and reset every limit; set \
              `token_file` in `[admin]`"
@@ -312,11 +312,12 @@ fn rules_of_responses(config: &Config) -> Option<String> {
 
 /// Warns of a token of the admin address that can be guessed.
 fn short_token(config: &Config) -> Option<String> {
-    let token = config.admin.token.as_ref().filter(|token| token.0.len() < TOKEN_CHARS)?;
-    Some(format!(
-        "the token of `token_file` has {} characters: create a longer one, such as `openssl rand -hex 32`",
-        token.0.len()
-    ))
+    let token = config.admin.known_tokens().find(|token| token.secret.0.len() < TOKEN_CHARS)?;
+    let of = match &config.admin.token {
+        Some(unnamed) if std::ptr::eq(unnamed, token.secret) => String::from("the token of `token_file`"),
+        _ => format!("the token {} of `[admin]`", quoted(token.name)),
+    };
+    Some(format!("{of} has {} characters: create a longer one, such as `openssl rand -hex 32`", token.secret.0.len()))
 }
 
 /// Warns of shared rules with secret keys whose digests have no secret of their own: anyone can compute digests of

@@ -8,6 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use rustls_pki_types::CertificateDer;
 use toml::de::DeValue;
 
+use super::LogTarget;
 use super::certificate::{self, Certificate, CertificateFiles, RevocationList};
 use super::diagnostics::{Parsed, Report, quoted};
 use super::host::read_hosts;
@@ -24,6 +25,7 @@ const EXAMPLE: &str = "\"127.0.0.1:8080\"";
 const DEFAULT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8080);
 const HTTP_OFF_FIX: &str =
     "remove the line: without it, nothing listens for HTTP where `https`, `ratelimit_service` or `forward_auth` is set";
+const TOKENS_FIX: &str = "write `[[admin.tokens]]`, then its `name`, its `file` and its `role`";
 const HTTPS_FIX: &str = "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`";
 
 settings! {
@@ -130,18 +132,29 @@ impl RatelimitService {
 
 settings! {
     /// Settings of the admin address.
-    pub struct Admin {
+    pub struct Admin checked by check_admin {
         /// Names that are accepted in `Host` on the admin address and on those of `metrics`, for scrapers that use a name.
         /// `*.` at the beginning stands for any labels. IP addresses and `localhost` are always accepted. Other names get 421, so
         /// that a web page cannot reach the admin address through its own name (DNS rebinding).
         hosts: Vec<String> = Custom::or_empty(Shape::one_or_list("name"), |item, report| {
             read_hosts(item, "the admin address then accepts IP addresses and `localhost`", report)
         });
-        /// File with a token. With it, each `POST` to the admin address needs the field `Authorization: Bearer TOKEN`, and
-        /// gets 401 without it. Spaces and line ends around the token are ignored. `transom explain` sends the token. Without
-        /// it, anyone who can connect to the admin address can use up and reset every limit.
+        /// File with a token that has every right. With it or `tokens`, each request but `GET` and `HEAD` needs the field
+        /// `Authorization: Bearer TOKEN`, and gets 401 without it. Spaces and line ends around the token are ignored. `transom
+        /// explain`, `top` and `clients show` send the token. Without tokens, anyone who can connect to the admin address can use
+        /// up and reset every limit.
         token as "token_file": Option<Secret<String>> =
-            Word { shape: "file", example: "\"admin.token\"", read: read_token };
+            Word { shape: "file", example: "\"admin.token\"", read: |word, report| read_token("token_file", word, report) };
+        /// Named tokens, each with a [role](admin-api.md#tokens-and-roles). With them, `GET` of `/v1/` needs a token
+        /// too. `/metrics`, `/healthz`, `/readyz`, `/upstreams` and the page of the dashboard need none.
+        tokens: Vec<AdminToken> = Tables::<AdminToken>::or("the token", TOKENS_FIX);
+        /// Where changes are recorded, [a JSON line each](admin-api.md#audit-log): a path, which starts at the working
+        /// directory of the process, or `"stdout"`. A change whose line cannot be written is refused.
+        audit_log: Option<LogTarget> = Custom::or_empty(Shape::Text("path, `\"stdout\"`"), |item, report| {
+            let word = item.string("\"stdout\"", report)?;
+            let fix = "write `audit_log = \"stdout\"`, or the path of a file";
+            LogTarget::read(item, word.text, fix, report).map(Some)
+        });
         /// How finely [`/v1/top`](../guides/decision-api.md#busiest-keys) counts the busiest keys of each rule: a count is at
         /// most one in `top_keys` of the rule's requests too high. Each worker follows up to twice as many keys, once by
         /// refused and once by admitted requests. `0`: keys are not counted.
@@ -149,9 +162,108 @@ settings! {
     }
 }
 
-/// Reads the file with the token of the admin address.
-fn read_token(word: &SpannedStr, report: &mut Report) -> Option<Secret<String>> {
-    let file = SpannedString::new("token_file", word);
+settings! {
+    /// A named token of the admin address.
+    pub struct AdminToken {
+        /// Name of the token, in the audit log.
+        name: Option<String> =
+            Required(Word { shape: "name", example: "\"support\"", read: read_token_name }, "write `name = \"support\"`");
+        /// File with the token.
+        token as "file": Option<Secret<String>> = Required(
+            Word { shape: "file", example: "\"support.token\"", read: |word, report| read_token("file", word, report) },
+            "write `file = \"support.token\"`",
+        );
+        /// What requests with the token may do. Each role includes the ones before.
+        role: Role = Required(
+            Choice(Role::Read, &[("read", Role::Read), ("operate", Role::Operate), ("clients", Role::Clients)]),
+            "write `role = \"read\"`, `\"operate\"` or `\"clients\"`",
+        );
+    }
+}
+
+/// What requests with a token of the admin address may do. Each role includes the ones before.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Role {
+    /// Read, and ask what a request would get.
+    Read,
+    /// Also charge and reset counters, deny requests, and grant tokens.
+    Operate,
+    /// Also change clients.
+    Clients,
+}
+
+impl Role {
+    /// As configured.
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Read => "read",
+            Role::Operate => "operate",
+            Role::Clients => "clients",
+        }
+    }
+}
+
+/// A token that the admin address accepts.
+#[derive(Clone, Copy, Debug)]
+pub struct KnownToken<'a> {
+    pub name: &'a str,
+    pub secret: &'a Secret<String>,
+    pub role: Role,
+}
+
+impl Admin {
+    /// The name of the token of `token_file`.
+    const UNNAMED: &'static str = "token_file";
+
+    /// All tokens.
+    pub fn known_tokens(&self) -> impl Iterator<Item = KnownToken<'_>> {
+        let unnamed = self.token.iter().map(|secret| KnownToken { name: Admin::UNNAMED, secret, role: Role::Clients });
+        let named = self.tokens.iter().filter_map(|token| {
+            let AdminToken { name, token, role } = token;
+            Some(KnownToken { name: name.as_ref()?, secret: token.as_ref()?, role: *role })
+        });
+        unnamed.chain(named)
+    }
+}
+
+fn check_admin(admin: &mut Admin, table: &mut Table, report: &mut Report) {
+    let fix = "write the token to a file, then `token_file = \"admin.token\"`";
+    table.suggest_for("token", "token_file", fix.to_owned());
+    let names: Vec<_> = table.given("tokens").iter().flat_map(Item::tables).map(|token| token.given("name")).collect();
+    for (position, token) in admin.tokens.iter().enumerate() {
+        let Some(Some(item)) = names.get(position) else { continue };
+        let others = || admin.tokens[..position].iter();
+        let is_same_secret = |other: Option<&Secret<String>>| {
+            token.token.as_ref().zip(other).is_some_and(|(token, other)| token.0 == other.0)
+        };
+        if token.name.is_some() && others().any(|other| other.name == token.name) {
+            report.problem(item.span.clone(), "two tokens have this name", "give each token a name of its own");
+        } else if is_same_secret(admin.token.as_ref()) || others().any(|other| is_same_secret(other.token.as_ref())) {
+            let message = "this token is also that of another file, so its name and role are not clear";
+            report.problem(item.span.clone(), message, "create a random token: `openssl rand -hex 32`");
+        }
+    }
+}
+
+fn read_token_name(word: &SpannedStr, report: &mut Report) -> Option<String> {
+    let is_name = |name: &str| {
+        !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || ['-', '_', '.'].contains(&c))
+    };
+    match word.text {
+        Admin::UNNAMED => {
+            report.reject(word.span.clone(), "this is the name of the token of `token_file`", "write another name")
+        }
+        name if is_name(name) => Some(name.to_owned()),
+        name => {
+            let message = format!("{} is not a name of letters, digits, `-`, `_` and `.`", quoted(name));
+            report.reject(word.span.clone(), message, "write a name, such as `\"support\"`")
+        }
+    }
+}
+
+/// Reads the file with a token of the admin address.
+fn read_token(setting: &str, word: &SpannedStr, report: &mut Report) -> Option<Secret<String>> {
+    let file = SpannedString::new(setting, word);
     let content = file.read_file(report)?;
     let token = content.trim_ascii();
     let problem = if token.is_empty() {

@@ -365,9 +365,9 @@ impl fmt::Display for RequestError {
     }
 }
 
-/// Why a query of the decision API failed.
+/// Why a request to the admin address failed, or a decision for a caller outside of the gateway.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum DecisionError {
+pub enum ApiError {
     /// No rule has this name.
     UnknownRule(String),
     /// No client has this name.
@@ -389,8 +389,18 @@ pub enum DecisionError {
     UnknownHost,
     /// The request comes from a page of another origin, in a browser that can reach the admin address.
     CrossOrigin,
-    /// A `POST` without the token of `[admin] token_file`, or with another one.
+    /// A request without a token of `[admin]`, which it needs.
     Unauthorized,
+    /// The role of the token does not include the one that is needed.
+    Forbidden {
+        token: String,
+        role: &'static str,
+        needed: &'static str,
+    },
+    /// The change was not made, because the audit log cannot be written.
+    AuditLogUnavailable,
+    /// No configuration is served yet.
+    Starting,
     /// As many streams of events are open as are possible.
     TooManyStreams,
     /// Another process has taken over, and has the events.

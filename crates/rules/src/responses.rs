@@ -14,7 +14,7 @@ use jiff::fmt::rfc2822::DateTimePrinter;
 
 use super::RouteRulesId;
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
-use transom_http::error::{DecisionError, GrpcCode, RequestError};
+use transom_http::error::{ApiError, GrpcCode, RequestError};
 use transom_http::http1_head::{self, Framing};
 use transom_http::request_id::{RequestId, X_REQUEST_ID};
 
@@ -430,44 +430,48 @@ fn encode_grpc_message(message: &str) -> String {
     encoded
 }
 
-/// The response to a query of the decision API that failed.
-pub fn decision_error_response(error: &DecisionError) -> LocalResponse {
+/// The response to a request to the admin address that failed.
+pub fn api_error_response(error: &ApiError) -> LocalResponse {
     let (status, detail) = match error {
-        DecisionError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("unknown rule `{name}`")),
-        DecisionError::UnknownClient(name) => (StatusCode::NOT_FOUND, format!("unknown client `{name}`")),
-        DecisionError::UnlistedKey { rule, id } => (
+        ApiError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("unknown rule `{name}`")),
+        ApiError::UnknownClient(name) => (StatusCode::NOT_FOUND, format!("unknown client `{name}`")),
+        ApiError::UnlistedKey { rule, id } => (
             StatusCode::NOT_FOUND,
             format!(
                 "rule `{rule}` lists no key with the id `{id:016x}`; after a reload, keys that are counted again have ids"
             ),
         ),
-        DecisionError::TopKeysOff => {
-            (StatusCode::NOT_FOUND, String::from("keys are not counted: `[admin] top_keys` is 0"))
-        }
-        DecisionError::Malformed(detail) => (StatusCode::BAD_REQUEST, detail.clone()),
-        DecisionError::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the request body is too large")),
-        DecisionError::CrossOrigin => (StatusCode::FORBIDDEN, String::from("cross-origin requests are not allowed")),
-        DecisionError::UnknownHost => (
+        ApiError::TopKeysOff => (StatusCode::NOT_FOUND, String::from("keys are not counted: `[admin] top_keys` is 0")),
+        ApiError::Malformed(detail) => (StatusCode::BAD_REQUEST, detail.clone()),
+        ApiError::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the request body is too large")),
+        ApiError::CrossOrigin => (StatusCode::FORBIDDEN, String::from("cross-origin requests are not allowed")),
+        ApiError::UnknownHost => (
             StatusCode::MISDIRECTED_REQUEST,
             String::from(
                 "unknown host name: use the IP address of the admin listener, or list the name in `[admin] hosts`",
             ),
         ),
-        DecisionError::StoreUnavailable => {
-            (StatusCode::SERVICE_UNAVAILABLE, RequestError::StoreUnavailable.to_string())
-        }
-        DecisionError::Timeout => (StatusCode::REQUEST_TIMEOUT, String::from("the request took too long to arrive")),
-        DecisionError::TooManyStreams => (
+        ApiError::StoreUnavailable => (StatusCode::SERVICE_UNAVAILABLE, RequestError::StoreUnavailable.to_string()),
+        ApiError::Timeout => (StatusCode::REQUEST_TIMEOUT, String::from("the request took too long to arrive")),
+        ApiError::TooManyStreams => (
             StatusCode::SERVICE_UNAVAILABLE,
             String::from("too many streams of events are open: close other dashboards"),
         ),
-        DecisionError::HandedOver => {
+        ApiError::HandedOver => {
             (StatusCode::SERVICE_UNAVAILABLE, String::from("another process has taken over: connect again"))
         }
-        DecisionError::Unauthorized => (
-            StatusCode::UNAUTHORIZED,
-            String::from("the token of `[admin] token_file` is required: `Authorization: Bearer TOKEN`"),
+        ApiError::Unauthorized => {
+            (StatusCode::UNAUTHORIZED, String::from("a token of `[admin]` is required: `Authorization: Bearer TOKEN`"))
+        }
+        ApiError::Forbidden { token, role, needed } => (
+            StatusCode::FORBIDDEN,
+            format!("the token `{token}` has the role `{role}`, and this needs the role `{needed}`"),
         ),
+        ApiError::AuditLogUnavailable => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            String::from("nothing was changed, because the audit log cannot be written"),
+        ),
+        ApiError::Starting => (StatusCode::SERVICE_UNAVAILABLE, String::from("the gateway is starting")),
     };
     let mut response = problem_response(status, &detail);
     if status == StatusCode::UNAUTHORIZED {

@@ -9,27 +9,28 @@ use http_body_util::Full;
 use serde_json::Value;
 use tokio::runtime::{Builder, LocalOptions};
 
-use super::super::{Exit, admin_client, read_config};
-use super::{Failure, clients_of, find_client};
+use super::super::admin_client::{self, RunningGateway};
+use super::super::{Exit, read_config};
+use super::{Failure, Show, clients_of, find_client};
 use crate::explain::rule_state::seconds_text;
 use crate::file_watch::FileWatch;
 use transom_limiter::secret_digest::Digest;
 use transom_rules::client_plans::describe_client;
 
-pub fn show(path: &Path, name: &str, is_json: bool) -> Result<(), Failure> {
+pub fn show(path: &Path, Show { name, json, token }: &Show) -> Result<(), Failure> {
     let failed = |reason: String| Failure(Exit::Failed, format!("transom: {reason}\n"));
     let config = read_config(path, &mut FileWatch::default())
         .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))?;
     let clients = clients_of(&config, path)?;
     let client = find_client(clients, name)?;
-    let address = admin_client::admin_address(&config);
-    let answer = match &address {
-        Some(address) => ask_gateway(address, name).map_err(failed)?,
+    let token = token.read(Some(&config)).map_err(failed)?;
+    let answer = match admin_client::admin_address(&config) {
+        Some(address) => ask_gateway(&RunningGateway { address, token }, name).map_err(failed)?,
         None => None,
     };
     let is_live = answer.is_some();
     let client = answer.unwrap_or_else(|| describe_client(clients, client, Digest::brief));
-    if is_json {
+    if *json {
         print_out!("{client:#}");
     } else {
         print_out!("{}", text(&client).trim_end());
@@ -41,13 +42,13 @@ pub fn show(path: &Path, name: &str, is_json: bool) -> Result<(), Failure> {
 }
 
 /// The client as the running gateway knows it; `None` if none listens.
-fn ask_gateway(address: &str, name: &str) -> Result<Option<Value>, String> {
-    let failed = |reason: String| format!("the gateway at http://{address} cannot show the client: {reason}");
+fn ask_gateway(gateway: &RunningGateway, name: &str) -> Result<Option<Value>, String> {
+    let failed = |reason: String| format!("the gateway at http://{} cannot show the client: {reason}", gateway.address);
     let request = Request::get(format!("/v1/clients/{name}")).body(Full::new(Bytes::new()));
     let request = request.map_err(|error| failed(error.to_string()))?;
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default());
     let runtime = runtime.map_err(|error| failed(error.to_string()))?;
-    let body = runtime.block_on(admin_client::send(address, request)).map_err(failed)?;
+    let body = runtime.block_on(gateway.send(request)).map_err(failed)?;
     body.map(|body| serde_json::from_str(&body).map_err(|error| failed(error.to_string()))).transpose()
 }
 

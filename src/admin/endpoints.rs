@@ -1,0 +1,423 @@
+//! The endpoints of the admin address: one table, with a row for each method of a path. From it come the dispatch, the answers to
+//! other methods, the label of the metric, the check of roles, and the OpenAPI document.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::header::{ACCEPT, ALLOW, CONNECTION};
+use http::request::Parts;
+use http::{HeaderValue, Method, Request, Response};
+use http_body_util::{BodyExt, Either, Full, Limited};
+use hyper::body::Incoming;
+use serde_json::Value;
+
+use super::audit_log::AuditEntry;
+use super::authorization::{self, Caller};
+use super::json_objects::{CLIENT_WITH_USAGE, CLIENTS, DECISION, EXPLANATION, QUERY, QUESTION, TOP_LISTS, UPSTREAMS};
+use super::json_schema::Schema;
+use super::{
+    AdminBody, AdminScope, AdminState, DecisionApi, HEAD_TIMEOUT, clients, dashboard, decisions, events, metrics_page,
+    openapi, top_query, upstreams,
+};
+use crate::decision::Operation;
+use transom_config::listen::Role;
+use transom_http::error::{ApiError, RequestError};
+use transom_http::percent_encoding::decode_escape;
+use transom_rules::responses::{self, LocalResponse};
+
+const BODY_MAX_BYTES: usize = 64 * 1024;
+/// The label of all paths that are not served.
+pub const OTHER_PATHS: &str = "other";
+
+/// A method. `GET` serves `HEAD` too.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Verb {
+    Get,
+    Post,
+}
+
+impl Verb {
+    fn is_of(self, method: &Method) -> bool {
+        match self {
+            Verb::Get => [Method::GET, Method::HEAD].contains(method),
+            Verb::Post => method == Method::POST,
+        }
+    }
+
+    /// As in the OpenAPI document.
+    pub fn name(self) -> &'static str {
+        match self {
+            Verb::Get => "get",
+            Verb::Post => "post",
+        }
+    }
+
+    /// As in the field Allow.
+    fn methods(self) -> &'static str {
+        match self {
+            Verb::Get => "GET, HEAD",
+            Verb::Post => "POST",
+        }
+    }
+}
+
+/// What a successful response has.
+#[derive(Clone, Copy, Debug)]
+pub enum Content {
+    Json(&'static Schema),
+    /// Text of this media type.
+    Text(&'static str),
+}
+
+/// Where a request has a parameter.
+#[derive(Clone, Copy, Debug)]
+pub enum Place {
+    Query,
+}
+
+impl Place {
+    /// As in the OpenAPI document.
+    pub fn name(self) -> &'static str {
+        match self {
+            Place::Query => "query",
+        }
+    }
+}
+
+/// A parameter of a request, beside those in its path.
+#[derive(Clone, Copy, Debug)]
+pub struct Parameter {
+    pub name: &'static str,
+    pub place: Place,
+    pub schema: Schema,
+    pub description: &'static str,
+}
+
+/// A method of a path.
+#[derive(Clone, Copy)]
+pub struct Endpoint {
+    pub verb: Verb,
+    /// Its segments are literals and parameters, `{name}`.
+    pub path: &'static str,
+    /// `None`: no token is needed.
+    pub role: Option<Role>,
+    /// Whether the addresses of `listen.metrics` serve it. Nothing of that changes the gateway, or names a key.
+    pub is_on_metrics: bool,
+    /// For the OpenAPI document.
+    pub summary: &'static str,
+    pub parameters: &'static [Parameter],
+    /// The body of requests, which is JSON.
+    pub request: Option<&'static Schema>,
+    /// The forms of the body of a successful response.
+    pub response: &'static [Content],
+    /// Statuses of responses that do not follow from the other columns, and what they mean.
+    pub other_statuses: &'static [(u16, &'static str)],
+    pub handle: Handler,
+}
+
+pub type Handler = fn(Call) -> Pin<Box<dyn Future<Output = Result<Response<AdminBody>, ApiError>>>>;
+
+const UNKNOWN_NAME: (u16, &str) = (404, "No rule, client or key has this name.");
+const NO_STORE: (u16, &str) = (503, "The shared store cannot be reached.");
+
+const OPEN: Endpoint = Endpoint {
+    verb: Verb::Get,
+    path: "",
+    role: None,
+    is_on_metrics: false,
+    summary: "",
+    parameters: &[],
+    request: None,
+    response: &[],
+    other_statuses: &[],
+    handle: |_call| complete(Ok(responses::error_response(&RequestError::NoRoute))),
+};
+const READ: Endpoint = Endpoint { role: Some(Role::Read), ..OPEN };
+const HEALTH: Endpoint = Endpoint { is_on_metrics: true, response: &[Content::Text("text/plain")], ..OPEN };
+/// A query of the decision API.
+const DECIDE: Endpoint = Endpoint {
+    verb: Verb::Post,
+    request: Some(&QUERY),
+    response: &[Content::Json(&Schema::Object(&DECISION))],
+    other_statuses: &[UNKNOWN_NAME, NO_STORE],
+    ..READ
+};
+
+const TOP_PARAMETERS: &[Parameter] = &[
+    Parameter {
+        name: "by",
+        place: Place::Query,
+        schema: Schema::Words(&["refused", "admitted"]),
+        description: "Which requests are counted; by default the refused ones.",
+    },
+    Parameter {
+        name: "rule",
+        place: Place::Query,
+        schema: Schema::Text,
+        description: "The name of a rule; by default all rules.",
+    },
+    Parameter {
+        name: "limit",
+        place: Place::Query,
+        schema: Schema::Integer,
+        description: "Keys of each rule; by default 100.",
+    },
+];
+
+pub static ENDPOINTS: &[Endpoint] = &[
+    Endpoint {
+        path: "/",
+        summary: "The dashboard.",
+        response: &[Content::Text("text/html")],
+        handle: |_call| complete(Ok(dashboard::response())),
+        ..OPEN
+    },
+    Endpoint {
+        path: "/metrics",
+        summary: "The metrics, for Prometheus.",
+        response: &[Content::Text("text/plain"), Content::Text("application/openmetrics-text")],
+        handle: |call| complete(Ok(metrics_page::response(&call.state, &call.parts.headers))),
+        ..HEALTH
+    },
+    Endpoint {
+        path: "/healthz",
+        summary: "Whether the process runs.",
+        handle: |_call| complete(Ok(responses::text_response("ok\n".to_owned()))),
+        ..HEALTH
+    },
+    Endpoint {
+        path: "/readyz",
+        summary: "Whether requests can be served.",
+        other_statuses: &[(503, "The gateway is not ready, or is draining.")],
+        handle: |call| complete(Ok(call.state.readiness_response())),
+        ..HEALTH
+    },
+    Endpoint {
+        path: "/upstreams",
+        summary: "The state of the upstream servers.",
+        response: &[Content::Json(&Schema::Object(&UPSTREAMS))],
+        handle: |call| complete(Ok(responses::json_response(format!("{:#}\n", upstreams(&call.state))))),
+        ..OPEN
+    },
+    Endpoint {
+        path: "/v1/limit",
+        role: Some(Role::Operate),
+        summary: "Decides, and charges.",
+        handle: |call| Box::pin(decisions::decide(call, Operation::Limit)),
+        ..DECIDE
+    },
+    Endpoint {
+        path: "/v1/check",
+        summary: "Decides only.",
+        handle: |call| Box::pin(decisions::decide(call, Operation::Check)),
+        ..DECIDE
+    },
+    Endpoint {
+        path: "/v1/reset",
+        role: Some(Role::Operate),
+        summary: "Forgets a key.",
+        handle: |call| Box::pin(decisions::decide(call, Operation::Reset)),
+        ..DECIDE
+    },
+    Endpoint {
+        path: "/v1/value",
+        summary: "Reads the usage of a key.",
+        handle: |call| Box::pin(decisions::decide(call, Operation::Value)),
+        ..DECIDE
+    },
+    Endpoint {
+        path: "/v1/explain",
+        summary: "Says what a request would get, and why.",
+        request: Some(&Schema::Object(&QUESTION)),
+        response: &[Content::Json(&Schema::Object(&EXPLANATION)), Content::Text("text/plain")],
+        handle: |call| Box::pin(decisions::explain(call)),
+        ..DECIDE
+    },
+    Endpoint {
+        path: "/v1/top",
+        summary: "The busiest keys of each rule.",
+        parameters: TOP_PARAMETERS,
+        response: &[Content::Json(&Schema::Object(&TOP_LISTS))],
+        other_statuses: &[(404, "No rule has this name, or keys are not counted.")],
+        handle: |call| Box::pin(top_query::busiest_keys(call)),
+        ..READ
+    },
+    Endpoint {
+        path: "/v1/openapi.json",
+        summary: "This document.",
+        response: &[Content::Json(&Schema::Any)],
+        handle: |_call| complete(Ok(json_response(&openapi::document()))),
+        ..READ
+    },
+    Endpoint {
+        path: "/v1/events",
+        summary: "The state of the gateway as server-sent events, once a second.",
+        response: &[Content::Text("text/event-stream")],
+        other_statuses: &[(403, "The request comes from another origin."), (503, "Too many streams are open.")],
+        handle: |call| Box::pin(std::future::ready(events::open(&call))),
+        ..READ
+    },
+    Endpoint {
+        path: "/v1/clients",
+        summary: "The clients.",
+        response: &[Content::Json(&Schema::Object(&CLIENTS))],
+        handle: |call| complete(clients::list(&call)),
+        ..READ
+    },
+    Endpoint {
+        path: "/v1/clients/{name}",
+        summary: "A client, and how much of its limits it has used.",
+        response: &[Content::Json(&Schema::Object(&CLIENT_WITH_USAGE))],
+        other_statuses: &[UNKNOWN_NAME, NO_STORE],
+        handle: |call| Box::pin(clients::show(call)),
+        ..READ
+    },
+];
+
+/// A request to an endpoint, whose caller may make it.
+pub struct Call {
+    pub state: Rc<AdminState>,
+    pub caller: Caller,
+    pub parts: Parts,
+    /// Empty, unless the endpoint takes a body.
+    pub body: Bytes,
+    /// The values of the parameters in the path.
+    path_values: Vec<String>,
+}
+
+impl Call {
+    /// The value of the parameter at a position of the path.
+    pub fn path_value(&self, position: usize) -> &str {
+        self.path_values.get(position).map_or("", String::as_str)
+    }
+
+    pub fn query(&self) -> &str {
+        self.parts.uri.query().unwrap_or_default()
+    }
+
+    pub fn wants_text(&self) -> bool {
+        self.parts.headers.get(ACCEPT).is_some_and(|accepted| accepted.as_bytes().starts_with(b"text/plain"))
+    }
+
+    /// The decision API of the current configuration.
+    pub fn decision_api(&self) -> Result<Arc<DecisionApi>, ApiError> {
+        self.state.decision_api.borrow().clone().ok_or(ApiError::Starting)
+    }
+
+    /// Begins the entry of the audit log for a change that the caller makes. Nothing may be changed if this fails.
+    pub fn begin_change(&self) -> Result<AuditEntry, ApiError> {
+        let settings = self.state.settings.borrow();
+        AuditEntry::begin(settings.audit_log.as_ref(), &self.caller, &self.state.clock)
+    }
+}
+
+/// A response of JSON.
+pub fn json_response(value: &Value) -> LocalResponse {
+    responses::json_response(format!("{value}\n"))
+}
+
+/// A response whose body is complete.
+pub fn with_body(response: LocalResponse) -> Response<AdminBody> {
+    response.map(|body| Either::Left(Full::new(body)))
+}
+
+/// The result of a handler that does not wait.
+fn complete(
+    response: Result<LocalResponse, ApiError>,
+) -> Pin<Box<dyn Future<Output = Result<Response<AdminBody>, ApiError>>>> {
+    Box::pin(std::future::ready(response.map(with_body)))
+}
+
+impl Endpoint {
+    /// The values of the parameters in a path; `None` if the path is another one.
+    fn path_values(&self, path: &str) -> Option<Vec<String>> {
+        let (mut given, mut values) = (path.split('/'), Vec::new());
+        for segment in self.path.split('/') {
+            let given = given.next()?;
+            match segment.starts_with('{') {
+                true => values.push(decoded(given).filter(|value| !value.is_empty())?),
+                false if segment == given => {}
+                false => return None,
+            }
+        }
+        given.next().is_none().then_some(values)
+    }
+}
+
+/// A segment of a path without percent-encoding; `None` if it is not UTF-8.
+fn decoded(segment: &str) -> Option<String> {
+    let (mut bytes, mut rest) = (Vec::new(), segment.as_bytes());
+    while let [first, behind @ ..] = rest {
+        (rest, _) = match first {
+            b'%' => (&rest[3.min(rest.len())..], bytes.push(decode_escape(rest)?)),
+            byte => (behind, bytes.push(*byte)),
+        };
+    }
+    String::from_utf8(bytes).ok()
+}
+
+/// Responds, and counts the response.
+pub async fn handle(
+    state: Rc<AdminState>,
+    scope: AdminScope,
+    request: Request<Incoming>,
+) -> Result<Response<AdminBody>, Infallible> {
+    let path = request.uri().path();
+    let label = ENDPOINTS.iter().find(|row| row.path_values(path).is_some()).map_or(OTHER_PATHS, |row| row.path);
+    let mut response =
+        respond(&state, scope, request).await.unwrap_or_else(|error| with_body(responses::api_error_response(&error)));
+    state.metrics.responded(label, response.status().as_u16());
+    if state.accept_state.borrow().is_over() {
+        response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    }
+    Ok(response)
+}
+
+async fn respond(
+    state: &Rc<AdminState>,
+    scope: AdminScope,
+    request: Request<Incoming>,
+) -> Result<Response<AdminBody>, ApiError> {
+    let caller = {
+        let settings = state.settings.borrow();
+        authorization::check_host(&request, &settings)?;
+        match scope {
+            AdminScope::Everything => Caller::identify(&request, &settings)?,
+            AdminScope::Metrics => Caller::ANYONE,
+        }
+    };
+    let path = request.uri().path();
+    let is_served = |row: &&Endpoint| row.is_on_metrics || scope == AdminScope::Everything;
+    let of_path: Vec<(&Endpoint, Vec<String>)> =
+        ENDPOINTS.iter().filter(is_served).filter_map(|row| Some((row, row.path_values(path)?))).collect();
+    if of_path.is_empty() {
+        return Ok(with_body(responses::error_response(&RequestError::NoRoute)));
+    }
+    let allowed = of_path.iter().map(|(row, _)| row.verb.methods()).collect::<Vec<_>>().join(", ");
+    let Some((row, path_values)) = of_path.into_iter().find(|(row, _)| row.verb.is_of(request.method())) else {
+        let mut response = responses::error_response(&RequestError::Method);
+        if let Ok(allowed) = HeaderValue::try_from(allowed) {
+            response.headers_mut().insert(ALLOW, allowed);
+        }
+        return Ok(with_body(response));
+    };
+    row.role.map_or(Ok(()), |role| caller.require(role))?;
+    let (parts, body) = request.into_parts();
+    let body = match row.request {
+        Some(_) => read_body(body).await?,
+        None => Bytes::new(),
+    };
+    (row.handle)(Call { state: Rc::clone(state), caller, parts, body, path_values }).await
+}
+
+async fn read_body(body: Incoming) -> Result<Bytes, ApiError> {
+    let body = Limited::new(body, BODY_MAX_BYTES).collect();
+    match tokio::time::timeout(HEAD_TIMEOUT, body).await {
+        Ok(Ok(text)) => Ok(text.to_bytes()),
+        Ok(Err(_too_long_or_broken)) => Err(ApiError::TooLarge),
+        Err(_elapsed) => Err(ApiError::Timeout),
+    }
+}

@@ -1,0 +1,112 @@
+//! What the JSON of requests and responses consists of, declared beside the handlers. The names that a request may have, and the
+//! JSON Schema of the OpenAPI document, come from these declarations.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+
+use transom_http::error::ApiError;
+
+/// What a value may be.
+#[derive(Clone, Copy, Debug)]
+pub enum Schema {
+    /// Any JSON value.
+    Any,
+    Boolean,
+    /// A whole number that is not negative.
+    Integer,
+    Number,
+    Text,
+    /// One of several texts.
+    Words(&'static [&'static str]),
+    /// A text of RFC 3339.
+    Time,
+    OrNull(&'static Schema),
+    List(&'static Schema),
+    /// An object with names that the caller or the configuration chooses.
+    Map(&'static Schema),
+    AnyOf(&'static [Schema]),
+    Object(&'static Object),
+}
+
+/// An object with known fields.
+#[derive(Debug)]
+pub struct Object {
+    /// Of the component in the OpenAPI document.
+    pub name: &'static str,
+    /// Whether other fields are refused. Responses may get further fields in later versions.
+    pub is_closed: bool,
+    pub fields: &'static [Field],
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Field {
+    pub name: &'static str,
+    pub schema: Schema,
+    pub is_required: bool,
+}
+
+/// A field that the object always has.
+pub const fn required(name: &'static str, schema: Schema) -> Field {
+    Field { name, schema, is_required: true }
+}
+
+/// A field that may be absent.
+pub const fn optional(name: &'static str, schema: Schema) -> Field {
+    Field { name, schema, is_required: false }
+}
+
+impl Object {
+    /// Reports a field that a request cannot have.
+    pub fn check_names(&self, given: &Map<String, Value>) -> Result<(), ApiError> {
+        let is_unknown = |name: &&String| !self.fields.iter().any(|field| field.name == name.as_str());
+        let Some(other) = given.keys().find(is_unknown) else { return Ok(()) };
+        let known: Vec<&str> = self.fields.iter().map(|field| field.name).collect();
+        let other: String = other.chars().take(64).collect();
+        Err(ApiError::Malformed(format!("`{other}` is not one of `{}`", known.join("`, `"))))
+    }
+
+    /// As JSON Schema. Adds the objects that it contains to `components`.
+    fn to_json(&self, components: &mut BTreeMap<&'static str, Value>) -> Value {
+        let properties: Map<String, Value> =
+            self.fields.iter().map(|field| (field.name.to_owned(), field.schema.to_json(components))).collect();
+        let required: Vec<&str> =
+            self.fields.iter().filter(|field| field.is_required).map(|field| field.name).collect();
+        let mut object = json!({ "type": "object", "properties": properties, "required": required });
+        if self.is_closed {
+            object["additionalProperties"] = json!(false);
+        }
+        object
+    }
+}
+
+impl Schema {
+    /// As JSON Schema. Adds the objects that it refers to to `components`.
+    pub fn to_json(self, components: &mut BTreeMap<&'static str, Value>) -> Value {
+        match self {
+            Schema::Any => json!({}),
+            Schema::Boolean => json!({ "type": "boolean" }),
+            Schema::Integer => json!({ "type": "integer", "minimum": 0 }),
+            Schema::Number => json!({ "type": "number" }),
+            Schema::Text => json!({ "type": "string" }),
+            Schema::Words(words) => json!({ "type": "string", "enum": words }),
+            Schema::Time => json!({ "type": "string", "format": "date-time" }),
+            Schema::OrNull(schema) => json!({ "anyOf": [schema.to_json(components), { "type": "null" }] }),
+            Schema::List(schema) => json!({ "type": "array", "items": schema.to_json(components) }),
+            Schema::Map(schema) => json!({ "type": "object", "additionalProperties": schema.to_json(components) }),
+            Schema::AnyOf(schemas) => {
+                let schemas: Vec<Value> = schemas.iter().map(|schema| schema.to_json(components)).collect();
+                json!({ "anyOf": schemas })
+            }
+            Schema::Object(object) => {
+                if !components.contains_key(object.name) {
+                    // First, because an object may contain itself.
+                    components.insert(object.name, Value::Null);
+                    let described = object.to_json(components);
+                    components.insert(object.name, described);
+                }
+                json!({ "$ref": format!("#/components/schemas/{}", object.name) })
+            }
+        }
+    }
+}
