@@ -105,6 +105,7 @@ mod shared_edge_cases;
 mod shared_eviction;
 mod shared_failures;
 mod shared_kills;
+mod shared_map;
 mod shared_names;
 mod shared_outages;
 mod shared_scripts;

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use redis::ServerError;
+use redis::{Cmd, ServerError, Value};
 use tokio::task::{JoinHandle, spawn_local};
 use tokio::time::{sleep, timeout};
 
@@ -20,7 +20,7 @@ use super::connection::{
 };
 use super::hash_slot::slot;
 use super::reconnecting::{Endpoint, ReconnectingConnection, ServerId};
-use super::scripts::{self, AcquireCall, AcquireReply, CounterRequest, Refund, Scripts, TOKENS_MAX};
+use super::scripts::{self, AcquireCall, AcquireReply, CounterRequest, Refund, ScriptRef, Scripts, TOKENS_MAX};
 use super::sentinel::Sentinels;
 use transom_config::redis::{Node, Nodes, StoreConfig};
 use transom_limiter::store_key::StoreWindow;
@@ -72,7 +72,16 @@ impl From<StoreError> for String {
 impl RedisClient {
     /// Opens no connection yet.
     pub fn new(settings: &StoreConfig) -> RedisClient {
-        let connector = Rc::new(Connector::new(settings));
+        RedisClient::with(Connector::new(settings), settings)
+    }
+
+    /// As [`RedisClient::new`], for calls with long replies.
+    pub fn for_maps(settings: &StoreConfig) -> RedisClient {
+        RedisClient::with(Connector::for_maps(settings), settings)
+    }
+
+    fn with(connector: Connector, settings: &StoreConfig) -> RedisClient {
+        let connector = Rc::new(connector);
         let opened = Rc::new(Cell::new(0));
         let single = |endpoint| {
             Servers::Single(ReconnectingConnection::new(
@@ -149,6 +158,17 @@ impl RedisClient {
             accepted += self.run(base, &refund_call).await?.0;
         }
         Ok(accepted)
+    }
+
+    /// Runs a script at the server that has a key, once at most.
+    pub async fn run_script(
+        &self,
+        key: &str,
+        which: ScriptKind,
+        call: &impl Fn(ScriptRef) -> Cmd,
+    ) -> Result<Value, StoreError> {
+        let run = async |connection: &Rc<Connection>, importing| connection.run_script(which, importing, call).await;
+        Ok(self.run(key, &run).await?.0)
     }
 
     /// Connects to every server and acquires from a short-lived probe key. Returns the server's time, Unix

@@ -30,13 +30,15 @@ const WRITE_BYTES: usize = 64 * 1024;
 const QUEUED_CALLS_MAX: usize = 1024;
 /// Longest reply that is read, bytes. The slot map of a cluster with thousands of nodes fits.
 const REPLY_MAX_BYTES: usize = 4 << 20;
-/// Bytes that may arrive for each byte sent. Replies about counters are shorter than their requests.
+/// Bytes that may arrive for each byte sent, for counters: their replies are shorter than their requests.
 const REPLY_BYTES_PER_BYTE_SENT: usize = 8;
 
 /// How to connect to the configured servers.
 pub struct Connector {
     tls: Option<Tls>,
     login: RedisConnectionInfo,
+    /// Bytes that may arrive for each byte sent.
+    reply_bytes_per_byte_sent: usize,
 }
 
 struct Tls {
@@ -56,7 +58,12 @@ impl Connector {
         }
         let tls =
             settings.tls.as_ref().map(|tls| Tls { client: tls.with_alpn(&[]), server_name: tls.server_name.clone() });
-        Connector { tls, login }
+        Connector { tls, login, reply_bytes_per_byte_sent: REPLY_BYTES_PER_BYTE_SENT }
+    }
+
+    /// As [`Connector::new`], for calls whose replies may be as long as is read at all.
+    pub fn for_maps(settings: &StoreConfig) -> Connector {
+        Connector { reply_bytes_per_byte_sent: REPLY_MAX_BYTES, ..Connector::new(settings) }
     }
 
     /// Opens a connection and waits until the server replies to PING.
@@ -93,11 +100,13 @@ impl Connector {
         let result = |error: io::Error| error.to_string();
         #[cfg(test)]
         if let Some(opened) = super::simulated_store::network::Network::connect(node) {
-            return log_in(opened.map_err(result)?, login).await;
+            return self.log_in(opened.map_err(result)?, login).await;
         }
         match (node, &self.tls) {
-            (Node::Unix(path), _) => log_in(UnixStream::connect(path).await.map_err(result)?, login).await,
-            (Node::Tcp { host, port }, None) => log_in(connect_tcp(host, *port).await.map_err(result)?, login).await,
+            (Node::Unix(path), _) => self.log_in(UnixStream::connect(path).await.map_err(result)?, login).await,
+            (Node::Tcp { host, port }, None) => {
+                self.log_in(connect_tcp(host, *port).await.map_err(result)?, login).await
+            }
             (Node::Tcp { host, port }, Some(tls)) => {
                 let name = match &tls.server_name {
                     Some(name) => name.clone(),
@@ -106,9 +115,30 @@ impl Connector {
                 };
                 let stream = connect_tcp(host, *port).await.map_err(result)?;
                 let connected = TlsConnector::from(Arc::clone(&tls.client)).connect(name, stream).await;
-                log_in(connected.map_err(|error| format!("TLS: {error}"))?, login).await
+                self.log_in(connected.map_err(|error| format!("TLS: {error}"))?, login).await
             }
         }
+    }
+
+    /// Logs in and selects the database.
+    async fn log_in<S>(&self, stream: S, login: &RedisConnectionInfo) -> Result<Transport, String>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        // Callers set their own time limits, and `Connection` detects a silent server.
+        let settings = AsyncConnectionConfig::new()
+            .set_response_timeout(None)
+            .set_connection_timeout(None)
+            .set_pipeline_buffer_size(QUEUED_CALLS_MAX)
+            .set_write_backpressure_boundary(WRITE_BYTES);
+        let opened = MultiplexedConnection::new_with_config(
+            login,
+            LimitedReader::new(stream, self.reply_bytes_per_byte_sent),
+            settings,
+        )
+        .await;
+        let (calls, driver) = opened.map_err(|error| login_error(&error))?;
+        Ok(Transport { calls, driver: tokio::task::spawn_local(driver) })
     }
 }
 
@@ -137,22 +167,6 @@ async fn connect_tcp(host: &str, port: u16) -> io::Result<TcpStream> {
     Err(failed)
 }
 
-/// Logs in and selects the database.
-async fn log_in<S>(stream: S, login: &RedisConnectionInfo) -> Result<Transport, String>
-where
-    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-{
-    // Callers set their own time limits, and `Connection` detects a silent server.
-    let settings = AsyncConnectionConfig::new()
-        .set_response_timeout(None)
-        .set_connection_timeout(None)
-        .set_pipeline_buffer_size(QUEUED_CALLS_MAX)
-        .set_write_backpressure_boundary(WRITE_BYTES);
-    let opened = MultiplexedConnection::new_with_config(login, LimitedReader::new(stream), settings).await;
-    let (calls, driver) = opened.map_err(|error| login_error(&error))?;
-    Ok(Transport { calls, driver: tokio::task::spawn_local(driver) })
-}
-
 fn login_error(error: &RedisError) -> String {
     match error.kind() {
         ErrorKind::AuthenticationFailed => "the server does not accept the user and password".to_owned(),
@@ -165,16 +179,17 @@ fn login_error(error: &RedisError) -> String {
 pub struct LimitedReader<S> {
     stream: S,
     bytes_left: usize,
+    bytes_per_byte_sent: usize,
 }
 
 impl<S> LimitedReader<S> {
-    pub fn new(stream: S) -> LimitedReader<S> {
-        LimitedReader { stream, bytes_left: REPLY_MAX_BYTES }
+    pub fn new(stream: S, bytes_per_byte_sent: usize) -> LimitedReader<S> {
+        LimitedReader { stream, bytes_left: REPLY_MAX_BYTES, bytes_per_byte_sent }
     }
 
     fn allow_for(&mut self, bytes: usize) {
         self.bytes_left =
-            self.bytes_left.saturating_add(bytes.saturating_mul(REPLY_BYTES_PER_BYTE_SENT)).min(REPLY_MAX_BYTES);
+            self.bytes_left.saturating_add(bytes.saturating_mul(self.bytes_per_byte_sent)).min(REPLY_MAX_BYTES);
     }
 }
 

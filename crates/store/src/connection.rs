@@ -68,7 +68,7 @@ pub struct Connection {
     is_watched: Cell<bool>,
     wake: Rc<Notify>,
     /// How often each script was sent in full.
-    full_sends: [Cell<u32>; 2],
+    full_sends: [Cell<u32>; 3],
     /// Acquire calls that wait for the next batch.
     pub queue: CallQueue,
     pub eviction: Eviction,
@@ -78,6 +78,7 @@ pub struct Connection {
 pub enum ScriptKind {
     Acquire = 0,
     Refund = 1,
+    Map = 2,
 }
 
 impl Connection {
@@ -94,7 +95,7 @@ impl Connection {
             last_completed: Cell::new(0),
             is_watched: Cell::new(false),
             wake: Rc::clone(&wake),
-            full_sends: [Cell::new(0), Cell::new(0)],
+            full_sends: [const { Cell::new(0) }; 3],
             queue: CallQueue::default(),
             eviction: Eviction::default(),
         });

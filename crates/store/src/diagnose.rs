@@ -23,7 +23,8 @@ const CLOCK_DIFFERENCE_MAX_MS: u64 = 1000;
 const KEYS: &str = "~PREFIX:*";
 
 /// The ACL rights that the gateway's user needs, in addition to the keys `~PREFIX:*`.
-pub const COMMANDS: &str = "+ping +select +eval +evalsha +time +get +mget +exists +set +del +decrby +hmget +hgetall +hset +hdel +pexpireat \
+pub const COMMANDS: &str = "+ping +select +eval +evalsha +time +get +mget +exists +set +del +decrby +hmget +hgetall +hset +hdel +hget +hexists \
+                            +zadd +zrem +zscore +zcard +zpopmin +zrangebyscore +pexpireat \
                             +role +info +cluster|slots +cluster|info +asking";
 
 /// The server cannot be used as it is; more than the limit may be admitted some day; for information.
@@ -310,7 +311,8 @@ mod tests {
 
     #[test]
     fn the_suggested_rights_cover_the_commands_of_the_scripts() {
-        let scripts = [include_str!("acquire.lua"), include_str!("refund.lua")].concat();
+        let scripts =
+            [include_str!("acquire.lua"), include_str!("refund.lua"), include_str!("shared_map.lua")].concat();
         let calls: Vec<&str> = scripts.split("call('").skip(1).filter_map(|rest| rest.split('\'').next()).collect();
         assert!(calls.len() > 5);
         for call in calls {

@@ -7,6 +7,7 @@
 //!   `lease_sizing` (leases), `decision_queries` (decision API).
 //! - Outages: `circuit_breaker`, `unreported_usage`, `reported_usage`, `outage`, `outage_log`.
 //! - `usage_order`: which replies may lower the known usage that all workers share.
+//! - Maps that gateways share: `shared_map` (a map in the store), `map_follower` (the copy of a gateway).
 //! - After the response: `settlement`.
 //! - Diagnosis: `diagnose`.
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
@@ -26,6 +27,7 @@ mod exact_mode;
 mod exploration;
 mod hash_slot;
 pub mod lease_sizing;
+pub mod map_follower;
 mod outage;
 mod outage_log;
 mod reconnecting;
@@ -35,6 +37,7 @@ mod sentinel;
 pub mod settlement;
 pub mod shared_counters;
 pub mod shared_decision;
+pub mod shared_map;
 #[cfg(test)]
 mod simulated_store;
 #[cfg(test)]

@@ -70,8 +70,15 @@ impl Default for Scripts {
 }
 
 impl Script {
-    fn new(text: &'static str) -> Script {
+    pub fn new(text: &'static str) -> Script {
         Script { text, sha: redis::Script::new(text).get_hash().to_owned() }
+    }
+
+    /// The beginning of a command: the script and its keys.
+    pub fn command(&self, script_ref: ScriptRef, keys: &[String]) -> Cmd {
+        let mut cmd = start_command(self, script_ref, keys.len(), 0, keys.iter().map(String::len).sum());
+        keys.iter().for_each(|key| _ = cmd.arg(key));
+        cmd
     }
 }
 
