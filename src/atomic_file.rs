@@ -1,12 +1,20 @@
 //! Replaces a file as a whole: readers find the old content or the new one.
 //!
-//! The new content is written to `FILE.new` and renamed once it is on disk. No other edit can begin while `FILE.new`
-//! exists, so that no edit undoes another.
+//! The new content is written to `FILE.new` and renamed once it is on disk. An edit depends on the old content: no other edit can
+//! begin while `FILE.new` exists, so that no edit undoes another. What a process writes again and again is whole each time: it
+//! locks `FILE.new`, and continues with one that a process left behind.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
+
+use rustix::fs::OFlags;
+
+/// How often a wait for another writer looks again.
+const LOCK_RETRY_DELAY: Duration = Duration::from_millis(20);
 
 /// An edit in progress. Without [`Draft::publish`] it leaves no trace.
 pub struct Draft {
@@ -50,10 +58,54 @@ impl Draft {
         self.file.sync_all()?;
         fs::rename(&self.path, &self.target)?;
         self.is_published = true;
-        // The rename is durable once the directory is synced.
-        let directory = self.target.parent().filter(|parent| !parent.as_os_str().is_empty());
-        File::open(directory.unwrap_or(Path::new(".")))?.sync_all()
+        sync_directory_of(&self.target)
     }
+}
+
+/// Opens and locks `FILE.new`, which only the owner may read, for new content; `None` if another process keeps the lock for longer
+/// than `patience`.
+pub fn lock_draft(file: &Path, patience: Duration) -> io::Result<Option<File>> {
+    let new = file.with_added_extension("new");
+    let mut waited = Duration::ZERO;
+    loop {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).mode(0o600).custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
+        let draft = options.open(&new)?;
+        match draft.try_lock() {
+            // The previous holder of the lock may have renamed its draft: then it must not be written.
+            Ok(()) if is_file_at(&draft, &new)? => {
+                // Whatever its mode was before.
+                draft.set_permissions(fs::Permissions::from_mode(0o600))?;
+                draft.set_len(0)?;
+                return Ok(Some(draft));
+            }
+            Ok(()) | Err(TryLockError::WouldBlock) => {}
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
+        if waited >= patience {
+            return Ok(None);
+        }
+        thread::sleep(LOCK_RETRY_DELAY);
+        waited += LOCK_RETRY_DELAY;
+    }
+}
+
+/// Replaces a file by its draft of [`lock_draft`].
+pub fn publish_draft(draft: &File, file: &Path) -> io::Result<()> {
+    draft.sync_all()?;
+    fs::rename(file.with_added_extension("new"), file)?;
+    sync_directory_of(file)
+}
+
+/// Makes a rename durable. Otherwise a power failure could bring back the former file long after.
+fn sync_directory_of(file: &Path) -> io::Result<()> {
+    let directory = file.parent().filter(|parent| !parent.as_os_str().is_empty());
+    File::open(directory.unwrap_or(Path::new(".")))?.sync_all()
+}
+
+fn is_file_at(file: &File, path: &Path) -> io::Result<bool> {
+    let (opened, current) = (file.metadata()?, fs::symlink_metadata(path));
+    Ok(current.is_ok_and(|current| (current.dev(), current.ino()) == (opened.dev(), opened.ino())))
 }
 
 impl Drop for Draft {

@@ -10,7 +10,7 @@
 //! | --- | --- |
 //! | process | [`cli`], [`server`], [`admin`], [`explain`] |
 //! | requests | [`downstream`], [`ratelimit_service`], [`proxy`], [`decision`], [`spans`], [`access_log`], [`key_set_fetcher`], [`notify`], [`upstream`] |
-//! | counters in a file | [`persistence`] |
+//! | files | [`persistence`], [`shared_data`] |
 //! | basics | [`atomic_file`], [`file_watch`], [`http1_stream`], [`informational`], [`io_stream`], [`timer`] |
 //!
 //! A request passes `downstream::http1` or `downstream::http2`, then `proxy`, then `upstream`.
@@ -32,6 +32,7 @@ pub mod persistence;
 pub mod proxy;
 pub mod ratelimit_service;
 pub mod server;
+pub mod shared_data;
 pub mod spans;
 pub mod timer;
 pub mod upstream;

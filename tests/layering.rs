@@ -10,9 +10,8 @@ use std::path::{Path, PathBuf};
 
 /// Every module of the gateway, from the top layer to the bottom, with the modules of the gateway that it may use. A module uses only
 /// modules below it in this list, so there are no cycles.
-const MODULES: [(&str, &[&str]); 20] = [
+const MODULES: [(&str, &[&str]); 21] = [
     ("cli", &["atomic_file", "downstream", "explain", "file_watch", "key_set_fetcher", "server"]),
-    ("atomic_file", &[]),
     ("file_watch", &[]),
     (
         "server",
@@ -32,7 +31,9 @@ const MODULES: [(&str, &[&str]); 20] = [
     ("explain", &["decision", "proxy"]),
     ("downstream", &["http1_stream", "informational", "io_stream", "proxy", "ratelimit_service", "timer", "upstream"]),
     ("ratelimit_service", &["decision", "proxy", "upstream"]),
-    ("persistence", &[]),
+    ("persistence", &["atomic_file"]),
+    ("shared_data", &["atomic_file"]),
+    ("atomic_file", &[]),
     ("proxy", &["access_log", "decision", "informational", "notify", "spans", "timer", "upstream"]),
     ("spans", &["access_log"]),
     ("access_log", &[]),
@@ -154,12 +155,14 @@ const ORDERS: [(&str, &[&str]); 7] = [
             "counter_access",
             "decision_queries",
             "exact_mode",
+            "map_follower",
             "outage",
             "test_worker",
             "token_fetch",
             "shared_decision",
             "shared_counters",
             "circuit_breaker",
+            "shared_map",
             "diagnose",
             "reported_usage",
             "client",

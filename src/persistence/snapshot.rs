@@ -16,11 +16,10 @@
 //! A snapshot fits only a table of the same layout, in which the positions are the same. It is written beside its path and
 //! then renamed, so that the path always has a complete file.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
-use std::thread;
 use std::time::Duration;
 
 use rustix::fs::OFlags;
@@ -29,6 +28,7 @@ use sha2::{Digest, Sha256};
 use super::counters::{AHEAD_MAX_MS, Counters};
 use super::file::MODE;
 use super::file_header::{VERSION, describe_version};
+use crate::atomic_file;
 use transom_limiter::counter::CounterWord;
 use transom_limiter::key::Seed;
 use transom_limiter::table::{TableLayout, Watermarks};
@@ -40,8 +40,6 @@ const HEAD_NUMBERS: usize = 11;
 const HEAD_BYTES: u64 = 16 + 8 * HEAD_NUMBERS as u64;
 const COUNTER_BYTES: u64 = 24;
 const CHECKSUM_BYTES: u64 = 32;
-/// How often a wait for another writer looks again.
-const LOCK_RETRY_DELAY: Duration = Duration::from_millis(20);
 
 /// A complete snapshot.
 pub struct SavedSnapshot {
@@ -96,11 +94,8 @@ impl<T: Read> Read for HashingStream<T> {
 
 /// Writes a snapshot as of now. `patience`: how long to wait for another process that is writing one.
 pub fn write(counters: &Counters, path: &Path, clock: &Clock, patience: Duration) -> io::Result<Written> {
-    let new = path.with_added_extension("new");
-    let Some(file) = lock_draft(&new, patience)? else { return Ok(Written::OtherWriter) };
-    // It contains the hash seed: only the owner may read it, whatever its mode was before.
-    file.set_permissions(fs::Permissions::from_mode(MODE))?;
-    file.set_len(0)?;
+    // It contains the hash seed: only the owner may read it.
+    let Some(file) = atomic_file::lock_draft(path, patience)? else { return Ok(Written::OtherWriter) };
     // The number of counters is known only at the end, so the head is written last.
     (&file).write_all(&[0; HEAD_BYTES as usize])?;
     let mut target = BufWriter::new(HashingStream::new(&file));
@@ -115,37 +110,8 @@ pub fn write(counters: &Counters, path: &Path, clock: &Clock, patience: Duration
     sum.update(&head);
     (&file).write_all(&sum.finalize())?;
     file.write_all_at(&head, 0)?;
-    file.sync_all()?;
-    fs::rename(&new, path)?;
-    // Otherwise a power failure could bring back the former snapshot long after.
-    if let Some(folder) = path.parent() {
-        File::open(folder)?.sync_all()?;
-    }
+    atomic_file::publish_draft(&file, path)?;
     Ok(Written::Counters(written))
-}
-
-/// Opens and locks the file that becomes the snapshot; `None` if another process keeps the lock.
-fn lock_draft(new: &Path, patience: Duration) -> io::Result<Option<File>> {
-    let mut waited = Duration::ZERO;
-    loop {
-        let file = options().write(true).create(true).mode(MODE).open(new)?;
-        match file.try_lock() {
-            // The previous holder of the lock may have renamed the file to the snapshot: then it must not be written.
-            Ok(()) if is_file_at(&file, new)? => return Ok(Some(file)),
-            Ok(()) | Err(TryLockError::WouldBlock) => {}
-            Err(TryLockError::Error(error)) => return Err(error),
-        }
-        if waited >= patience {
-            return Ok(None);
-        }
-        thread::sleep(LOCK_RETRY_DELAY);
-        waited += LOCK_RETRY_DELAY;
-    }
-}
-
-fn is_file_at(file: &File, path: &Path) -> io::Result<bool> {
-    let (opened, current) = (file.metadata()?, fs::symlink_metadata(path));
-    Ok(current.is_ok_and(|current| (current.dev(), current.ino()) == (opened.dev(), opened.ino())))
 }
 
 fn encode_head(counters: &Counters, clock: &Clock, written: u64) -> Vec<u8> {

@@ -29,6 +29,23 @@ pub static OUTAGES: Metric = counter("transom_shared_outages_total", "Outages of
 pub static OUTAGE_DECISIONS: Metric =
     counter("transom_shared_outage_decisions_total", "Decisions made during an outage of the shared store, by policy.");
 
+pub static DATA_ENTRIES: Metric =
+    gauge("transom_shared_data_entries", "Entries of data in the shared store, as this gateway knows them.");
+pub static DATA_CHANGED: Metric = gauge(
+    "transom_shared_data_changed_timestamp_seconds",
+    "Time of the last known change of data in the shared store, Unix time in seconds.",
+);
+pub static DATA_SYNCHRONIZED: Metric = gauge(
+    "transom_shared_data_synchronized_timestamp_seconds",
+    "When this gateway last knew data in the shared store to be up to date, Unix time in seconds.",
+);
+pub static DATA_COPIED: Metric = gauge(
+    "transom_shared_data_copy_timestamp_seconds",
+    "Time of the copy on disk of data in the shared store, Unix time in seconds.",
+);
+pub static DATA_COPY_ERRORS: Metric =
+    counter("transom_shared_data_copy_errors_total", "Failures to write the copy on disk of data in the shared store.");
+
 /// Values of the label `outcome`, in the order of `StoreOutcome`.
 const OUTCOMES: [&str; 7] = ["granted", "refused", "other_window", "refunded", "error", "unreachable", "timeout"];
 
@@ -46,6 +63,46 @@ pub struct StoreMetrics {
     evicting: Arc<MetricCell>,
     outages: Arc<MetricCell>,
     outage_decisions: [Arc<MetricCell>; 3],
+}
+
+/// Metrics of data in the shared store that this gateway follows.
+pub struct SharedDataMetrics {
+    entries: Arc<MetricCell>,
+    changed_s: Arc<MetricCell>,
+    synchronized_s: Arc<MetricCell>,
+    copied_s: Arc<MetricCell>,
+    copy_errors: Arc<MetricCell>,
+}
+
+impl SharedDataMetrics {
+    pub fn new(registry: &Registry, data: &str) -> SharedDataMetrics {
+        let cell = |metric| registry.cell(metric, WorkerId::MAX, &[("data", data)]);
+        SharedDataMetrics {
+            entries: cell(&DATA_ENTRIES),
+            changed_s: cell(&DATA_CHANGED),
+            synchronized_s: cell(&DATA_SYNCHRONIZED),
+            copied_s: cell(&DATA_COPIED),
+            copy_errors: cell(&DATA_COPY_ERRORS),
+        }
+    }
+
+    /// There are so many entries, and the last change was made at this time, Unix seconds.
+    pub fn changed(&self, entries: usize, at_s: u64) {
+        self.entries.set(entries as u64);
+        self.changed_s.set(at_s);
+    }
+
+    pub fn synchronized(&self, now_s: u64) {
+        self.synchronized_s.set(now_s);
+    }
+
+    pub fn copied(&self, at_s: u64) {
+        self.copied_s.set(at_s);
+    }
+
+    pub fn copy_failed(&self) {
+        self.copy_errors.add(1);
+    }
 }
 
 /// How a call of the store ended.
