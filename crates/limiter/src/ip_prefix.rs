@@ -1,10 +1,10 @@
 //! Networks (CIDR), and the most specific network that contains an address.
 //!
 //! Networks are nested or disjoint. Together they divide the addresses into ranges, each of which belongs to one
-//! network or to none. A binary search finds the range of an address: a hundred thousand networks cost seventeen
-//! comparisons.
+//! network or to none. A table finds the few ranges near an address, whatever the number of networks.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::num::NonZeroU32;
 use std::str::FromStr;
 
 /// All addresses with a common prefix.
@@ -103,59 +103,157 @@ fn to_number(address: IpAddr) -> (usize, u128, u32) {
 /// Networks, each with a value.
 #[derive(Debug)]
 pub struct Networks<T> {
-    /// For each family, the start and the value of each range; in ascending order.
-    ranges: [Vec<(u128, Option<T>)>; 2],
+    networks: Vec<NestedNetwork<T>>,
+    v4: Ranges<u32>,
+    v6: Ranges<u128>,
 }
 
+/// A network among others.
+#[derive(Clone, Copy, Debug)]
+struct NestedNetwork<T> {
+    value: T,
+    /// The narrowest network around it.
+    parent: Option<Position>,
+}
+
+/// A position in [`Networks::networks`], counted from 1.
+type Position = NonZeroU32;
+
 impl<T: Copy> Networks<T> {
-    /// Of equal networks, the last one wins.
+    /// Of equal networks, the last one is the most specific.
     pub fn new(networks: impl IntoIterator<Item = (Network, T)>) -> Networks<T> {
         let mut by_family = [Vec::new(), Vec::new()];
         for (network, value) in networks {
             let (family, first, last) = network.bounds();
             by_family[family].push((first, last, value));
         }
-        Networks { ranges: by_family.map(to_ranges) }
+        let mut networks = Vec::with_capacity(by_family.iter().map(Vec::len).sum());
+        let [v4, v6] = by_family.map(|family| to_ranges(family, &mut networks));
+        // The range behind the last address is left out.
+        let v4 = v4.into_iter().filter_map(|(start, network)| Some((u32::try_from(start).ok()?, network)));
+        Networks { v4: Ranges::new(v4.collect()), v6: Ranges::new(v6), networks }
     }
 
     /// The value of the most specific network that contains an address.
+    #[inline]
     pub fn most_specific(&self, address: IpAddr) -> Option<T> {
-        let (family, number, _) = to_number(address);
-        let ranges = &self.ranges[family];
-        let next = ranges.partition_point(|(start, _)| *start <= number);
-        next.checked_sub(1).and_then(|position| ranges[position].1)
+        self.find(address).map(|position| self.at(position).value)
+    }
+
+    /// The values of all networks that contain an address, the most specific first.
+    pub fn all_around(&self, address: IpAddr) -> impl Iterator<Item = T> {
+        let networks = std::iter::successors(self.find(address), |inner| self.at(*inner).parent);
+        networks.map(|position| self.at(position).value)
+    }
+
+    #[inline]
+    fn at(&self, position: Position) -> &NestedNetwork<T> {
+        &self.networks[position.get() as usize - 1]
+    }
+
+    fn find(&self, address: IpAddr) -> Option<Position> {
+        match address.to_canonical() {
+            IpAddr::V4(v4) => self.v4.find(v4.to_bits()),
+            IpAddr::V6(v6) => self.v6.find(v6.to_bits()),
+        }
     }
 }
 
-fn to_ranges<T: Copy>(mut networks: Vec<(u128, u128, T)>) -> Vec<(u128, Option<T>)> {
+/// The ranges of one family. A table of equal sections, about as many as there are ranges, leads to the few ranges that
+/// begin in the section of an address.
+#[derive(Debug)]
+struct Ranges<N> {
+    /// Ascending.
+    starts: Box<[N]>,
+    /// The most specific network of each range.
+    networks: Box<[Option<Position>]>,
+    /// For each section, the number of ranges that begin before it. The first section begins with the first range.
+    sections: Box<[u32]>,
+    /// The size of a section is a power of two.
+    section_bits: u32,
+}
+
+/// The number of an address.
+trait Number: Copy + Ord {
+    /// The section of the number, counted from that of `first`, which is not above it.
+    fn section(self, first: Self, section_bits: u32) -> usize;
+}
+
+impl Number for u32 {
+    fn section(self, first: u32, section_bits: u32) -> usize {
+        ((self - first) >> section_bits) as usize
+    }
+}
+
+impl Number for u128 {
+    fn section(self, first: u128, section_bits: u32) -> usize {
+        usize::try_from((self - first) >> section_bits).unwrap_or(usize::MAX)
+    }
+}
+
+impl<N: Number> Ranges<N> {
+    fn new(ranges: Vec<(N, Option<Position>)>) -> Ranges<N> {
+        let (starts, networks): (Vec<N>, Vec<Option<Position>>) = ranges.into_iter().unzip();
+        let (mut sections, mut section_bits) = (Vec::new(), 0);
+        if let (Some(first), Some(last)) = (starts.first(), starts.last()) {
+            while last.section(*first, section_bits) > starts.len() {
+                section_bits += 1;
+            }
+            for (position, start) in starts.iter().enumerate() {
+                sections.resize(start.section(*first, section_bits) + 1, position as u32);
+            }
+        }
+        Ranges { starts: starts.into(), networks: networks.into(), sections: sections.into(), section_bits }
+    }
+
+    #[inline]
+    fn find(&self, number: N) -> Option<Position> {
+        let first = *self.starts.first().filter(|first| **first <= number)?;
+        let section = number.section(first, self.section_bits);
+        let begin = self.sections.get(section).map_or(self.starts.len(), |begin| *begin as usize);
+        let end = self.sections.get(section.saturating_add(1)).map_or(self.starts.len(), |end| *end as usize);
+        let next = begin + self.starts[begin..end].partition_point(|start| *start <= number);
+        // The first range begins at or before the number.
+        self.networks[next - 1]
+    }
+}
+
+/// Adds networks to a list, and divides the addresses into ranges with the most specific network of each.
+fn to_ranges<T: Copy>(
+    mut family: Vec<(u128, u128, T)>,
+    networks: &mut Vec<NestedNetwork<T>>,
+) -> Vec<(u128, Option<Position>)> {
     // Wide networks before narrow ones that begin with them.
-    networks.sort_by_key(|(first, last, _)| (*first, std::cmp::Reverse(*last)));
+    family.sort_by_key(|(first, last, _)| (*first, std::cmp::Reverse(*last)));
     let mut spans = Vec::new();
     // The networks that contain the current position, from the widest to the narrowest.
-    let mut open: Vec<(u128, T)> = Vec::new();
-    for (first, last, value) in networks {
+    let mut open: Vec<(u128, Position)> = Vec::new();
+    for (first, last, value) in family {
         close(&mut open, Some(first), &mut spans);
-        begin(&mut spans, first, Some(value));
-        open.push((last, value));
+        networks.push(NestedNetwork { value, parent: open.last().map(|(_, parent)| *parent) });
+        // There are fewer networks than a `u32` counts, or the last ones are left out.
+        let Some(position) = u32::try_from(networks.len()).ok().and_then(Position::new) else { continue };
+        begin(&mut spans, first, Some(position));
+        open.push((last, position));
     }
     close(&mut open, None, &mut spans);
     spans
 }
 
 /// Closes the networks that end before a position; the range after each belongs to the network around it.
-fn close<T: Copy>(open: &mut Vec<(u128, T)>, position: Option<u128>, spans: &mut Vec<(u128, Option<T>)>) {
+fn close(open: &mut Vec<(u128, Position)>, position: Option<u128>, spans: &mut Vec<(u128, Option<Position>)>) {
     while let Some((last, _)) = open.pop_if(|(last, _)| position.is_none_or(|position| *last < position)) {
         if let Some(next) = last.checked_add(1) {
-            begin(spans, next, open.last().map(|(_, value)| *value));
+            begin(spans, next, open.last().map(|(_, network)| *network));
         }
     }
 }
 
 /// A range that begins where another has just begun replaces it.
-fn begin<T>(spans: &mut Vec<(u128, Option<T>)>, start: u128, value: Option<T>) {
+fn begin(spans: &mut Vec<(u128, Option<Position>)>, start: u128, network: Option<Position>) {
     match spans.last_mut() {
-        Some(known) if known.0 == start => known.1 = value,
-        _ => spans.push((start, value)),
+        Some(known) if known.0 == start => known.1 = network,
+        _ => spans.push((start, network)),
     }
 }
 
@@ -229,16 +327,27 @@ mod tests {
     proptest! {
         #[test]
         fn a_look_up_finds_what_a_linear_search_finds(
-            all in proptest::collection::hash_map((0..64_u32, 26..=32_u8), 0..100_usize, 0..24),
+            all in proptest::collection::hash_map((0..64_u32, 0..=6_u8), 0..100_usize, 0..24),
             address in 0..64_u32,
+            is_v6 in any::<bool>(),
+            spread in 0..=26_u32,
         ) {
-            let at = |number: u32| IpAddr::V4(Ipv4Addr::from_bits(number));
+            // Networks of six bits, which `hidden` bits precede.
+            let hidden = if is_v6 { 4 * spread } else { spread };
+            let at = |number: u32| match is_v6 {
+                false => IpAddr::V4(Ipv4Addr::from_bits(number.rotate_right(6 + hidden))),
+                true => IpAddr::V6(Ipv6Addr::from_bits(u128::from(number).rotate_right(6 + hidden))),
+            };
+            let containing = |number, bits| Network::containing(at(number), hidden as u8 + bits);
             let all: std::collections::HashMap<Network, usize> =
-                all.into_iter().map(|((number, prefix), value)| (Network::containing(at(number), prefix), value)).collect();
+                all.into_iter().map(|((number, prefix), value)| (containing(number, prefix), value)).collect();
             let holding = all.iter().filter(|(network, _)| Network::containing(at(address), network.prefix) == **network);
-            let expected = holding.max_by_key(|(network, _)| network.prefix).map(|(_, value)| *value);
+            let mut holding: Vec<_> = holding.collect();
+            holding.sort_by_key(|(network, _)| std::cmp::Reverse(network.prefix));
+            let expected: Vec<usize> = holding.into_iter().map(|(_, value)| *value).collect();
             let networks = Networks::new(all.iter().map(|(network, value)| (*network, *value)));
-            prop_assert_eq!(networks.most_specific(at(address)), expected);
+            prop_assert_eq!(networks.most_specific(at(address)), expected.first().copied());
+            prop_assert_eq!(networks.all_around(at(address)).collect::<Vec<_>>(), expected);
         }
     }
 }
