@@ -8,7 +8,8 @@ use std::sync::Arc;
 use crate::notify::MarkReader;
 use serde_json::{Value, json};
 use smallvec::SmallVec;
-use transom_config::key_kind::CLIENT;
+use transom_config::access::{DenyEntry, EntryId};
+use transom_config::key_kind::{CLIENT, ENTRY};
 use transom_http::error::ApiError;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::ConcurrencyUsage;
@@ -20,6 +21,7 @@ use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::verdict::{Outcome, Verdicts, WindowVerdict};
 use transom_limiter::window_kind::WindowKind;
 use transom_rules::ClientId;
+use transom_rules::access::{AccessControl, Scope};
 use transom_rules::client_plans::{CallerIdentity, ClientCheck, ClientPart, ClientPlans};
 use transom_rules::key_source::{feed_address, is_usable_key};
 use transom_rules::overrides::{Overrides, RuleTreatment, feed_text};
@@ -30,6 +32,9 @@ use transom_runtime::metrics::events::DecisionMetrics;
 use transom_store::counter_access::CounterAccess;
 use transom_store::decision_queries::{KeyQuery, KeyState};
 use transom_store::shared_decision::Unavailable;
+
+/// The key of a descriptor's entry in which Envoy sends the address of the client.
+const REMOTE_ADDRESS: &str = "remote_address";
 
 /// The operation of a query.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -97,6 +102,8 @@ pub struct DecisionOutcome {
     pub is_exempt: bool,
     /// Whether a rule refuses its key, because the key names no client. Nothing makes the query succeed then.
     pub has_unknown_key: bool,
+    /// The id of the deny entry that denies the caller.
+    pub denied_by: Option<EntryId>,
     /// The requests in flight; only after [`Operation::Value`].
     pub concurrent: Vec<ConcurrencyState>,
 }
@@ -179,6 +186,7 @@ pub struct DecisionService {
     digester: Option<Arc<KeyDigester>>,
     rules: IdVec<RuleId, ServedRule>,
     clients: Option<Arc<ClientPlans>>,
+    access: Option<Arc<AccessControl>>,
 }
 
 #[derive(Debug)]
@@ -241,7 +249,7 @@ impl DecisionService {
             client_check: None,
         };
         let rules = rule_set.rules.iter().zip(overrides).map(served).collect();
-        DecisionService { rules, rule_set: Arc::clone(rule_set), digester, clients: None }
+        DecisionService { rules, rule_set: Arc::clone(rule_set), digester, clients: None, access: None }
     }
 
     /// Finds the clients that keys name, and checks that keys name one.
@@ -256,6 +264,11 @@ impl DecisionService {
             served.client_check = check;
         }
         self
+    }
+
+    /// Denies callers.
+    pub fn with_access(self, access: Option<&Arc<AccessControl>>) -> DecisionService {
+        DecisionService { access: access.cloned(), ..self }
     }
 
     /// The rules as in [`CompiledRule::limit_names`], for [`DecisionMetrics`].
@@ -284,6 +297,13 @@ impl DecisionService {
                 return Err(ApiError::Malformed(format!("rule `{name}` is named twice with the same key")));
             }
         }
+        if matches!(query.operation, Operation::Limit | Operation::Check)
+            && let Some(entry) = self.denied_query(&query.rules, counters.clock.now().unix_ms)
+        {
+            let outcome = self.read(&rules, query, counters).await?;
+            let (id, retry_at_ms) = (entry.id, entry.until_ms);
+            return Ok(DecisionOutcome { allowed: false, retry_at_ms, denied_by: Some(id), ..outcome });
+        }
         let outcome = self.run(&rules, query, counters, outputs).await?;
         Ok(match rules.iter().any(|rule| rule.is_refused) {
             true => DecisionOutcome {
@@ -294,6 +314,36 @@ impl DecisionService {
                 ..outcome
             },
             false => outcome,
+        })
+    }
+
+    /// The entry that denies the caller of a query, as far as its keys tell.
+    fn denied_query(&self, queries: &[RuleQuery], now_ms: u64) -> Option<&DenyEntry> {
+        self.access.as_ref()?;
+        let rules = queries.iter().filter_map(|query| {
+            let rule = self.rule(&query.rule).ok()?;
+            Some(RuleKeyValues { rule, key: query.key.values(), cost: None })
+        });
+        self.denied(&rules.collect::<Vec<_>>(), now_ms)
+    }
+
+    /// The entry that denies a caller, as far as keys of rules tell: the address, the client or the value of a part. There is
+    /// no route, so entries for some routes do not apply.
+    pub fn denied<K: AsRef<str>>(&self, rules: &[RuleKeyValues<'_, K>], now_ms: u64) -> Option<&DenyEntry> {
+        let deny = self.access.as_ref()?.deny_list();
+        let scope = Scope { route: None, now_ms };
+        rules.iter().find_map(|values| {
+            let parts = self.rule_set.rules[values.rule].rule.key.iter().zip(values.key);
+            let of_part = |(part, value): (&KeyPart, &K)| {
+                let value = value.as_ref();
+                let is_address = part.prefixes().is_some() || (ENTRY.has(part) && part.name() == Some(REMOTE_ADDRESS));
+                let address = if is_address { value.parse().ok() } else { None };
+                address
+                    .and_then(|address| deny.of_address(address, scope))
+                    .or_else(|| deny.of_value(part, value.as_bytes(), scope))
+            };
+            let client = || self.clients.as_ref()?.client_of(&self.caller(values));
+            parts.into_iter().find_map(of_part).or_else(|| deny.of_client(client()?, scope))
         })
     }
 
@@ -361,6 +411,7 @@ impl DecisionService {
             windows: WindowState::of(verdicts),
             is_exempt,
             has_unknown_key: false,
+            denied_by: None,
             concurrent: Vec::new(),
         })
     }
@@ -380,6 +431,7 @@ impl DecisionService {
             windows: Vec::new(),
             is_exempt: rules.iter().all(|rule| rule.keyed_request.is_none()),
             has_unknown_key: false,
+            denied_by: None,
             concurrent: Vec::new(),
         };
         for rule in rules {
@@ -724,6 +776,7 @@ mod tests {
             rules: vec![RuleId::at(0)],
             cost: None,
             websocket: true,
+            allow: vec![],
         }
     }
 

@@ -133,8 +133,14 @@ fn completed(block: &str) -> String {
     const RULE: &str = "[rules.by-claim]\nkey = \"jwt:sub\"\non_missing_key = \"skip\"\nwindows = [\"1/minute\"]\n\
                         [rules.by-claim.plans.gold]\nwindows = [\"2/minute\"]\n";
     const ROUTE: &str = "[upstreams.any]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"any\"\n";
-    let is_clients_file = block.starts_with("[clients.");
-    let mut text = if is_clients_file { CLIENTS.to_owned() } else { format!("{block}\n") };
+    const DENY: &str = "[access]\nfile = \"access.toml\"\n";
+    const LOGIN: &str = "[upstreams.any]\nbuiltin = \"echo\"\n[[routes]]\nname = \"login\"\npath = \"/{*rest}\"\n\
+                         upstream = \"any\"\n";
+    let mut text = match block {
+        _ if block.starts_with("[clients.") => CLIENTS.to_owned(),
+        _ if block.starts_with("[[deny]]") => [DENY, CLIENTS, LOGIN].concat(),
+        _ => format!("{block}\n"),
+    };
     if text.contains("[clients]") {
         text += JWT;
     }
@@ -148,10 +154,12 @@ fn completed(block: &str) -> String {
 }
 
 /// The contents of a test file that replaces one named by the documentation.
-fn test_file_for(name: &Path, clients: &str) -> io::Result<Vec<u8>> {
+fn test_file_for(name: &Path, clients: &str, block: &str) -> io::Result<Vec<u8>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
     let file = match name.file_name().unwrap().to_str().unwrap() {
         "clients.toml" => return Ok(clients.as_bytes().to_vec()),
+        "access.toml" if block.starts_with("[[deny]]") => return Ok(block.as_bytes().to_vec()),
+        "access.toml" => return Ok(Vec::new()),
         "fullchain.pem" | "client.pem" => "keys/tls-without-names.pem",
         "privkey.pem" | "client.key" => "keys/tls-other.key",
         "other.pem" => "keys/tls.pem",
@@ -199,7 +207,7 @@ fn every_example_is_accepted_and_is_that_of_its_guide() {
         let block: Vec<&str> = block.lines().map(|line| line.get(indent..).unwrap_or("")).collect();
         let text = fs::read_to_string(folder.join("gateway.toml")).unwrap();
         assert!(text.contains(block.join("\n").trim_end()), "examples/{name}/gateway.toml differs from its guide");
-        if let Err(problems) = read_with_files(&text, &|file| test_file_for(file, "")) {
+        if let Err(problems) = read_with_files(&text, &|file| test_file_for(file, "", "")) {
             panic!("{}", render(&problems, &format!("examples/{name}/gateway.toml")));
         }
         for entry in fs::read_dir(&folder).unwrap() {
@@ -250,7 +258,7 @@ fn no_shipped_configuration_has_a_warning() {
     for (path, text) in configurations {
         let clients = fs::read_to_string(path.with_file_name("clients.toml")).unwrap_or_default();
         let inputs = Inputs {
-            files: &|file| test_file_for(file, &clients),
+            files: &|file| test_file_for(file, &clients, ""),
             folders: &|_| Ok(Vec::new()),
             variables: &|_| Some(b"1".to_vec()),
         };
@@ -279,7 +287,7 @@ fn every_snippet_of_the_documentation_is_accepted() {
         for (line, block) in blocks {
             let whole = completed(&block);
             let inputs = Inputs {
-                files: &|file| test_file_for(file, &clients),
+                files: &|file| test_file_for(file, &clients, &block),
                 folders: &|_| Ok(Vec::new()),
                 variables: &|_| Some(b"1".to_vec()),
             };

@@ -116,6 +116,7 @@ const ORDERS: [(&str, &[&str]); 7] = [
         &[
             "resolved_request",
             "compiled_config",
+            "access",
             "descriptors",
             "response_cost",
             "route_actions",

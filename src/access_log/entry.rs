@@ -44,7 +44,21 @@ pub struct LogEntry {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shadowed_by: Vec<FullLimit>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub denied_by: Option<LoggedDenial>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+}
+
+/// Why a request was denied.
+#[derive(Serialize, Debug)]
+pub struct LoggedDenial {
+    /// Of the deny entry, or `allow`.
+    pub id: String,
+    /// Whom the entry denies; secrets as digests.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub entry: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
 }
 
 /// What the head of a request says.
@@ -148,6 +162,7 @@ impl LogEntry {
             rules: Vec::new(),
             refused_by: Vec::new(),
             shadowed_by: Vec::new(),
+            denied_by: None,
             error: None,
         }
     }

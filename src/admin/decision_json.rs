@@ -135,6 +135,9 @@ pub fn render(query: &DecisionQuery, outcome: &DecisionOutcome) -> Value {
     if outcome.has_unknown_key {
         response.insert("unknown_key".to_owned(), json!(true));
     }
+    if let Some(entry) = outcome.denied_by {
+        response.insert("denied_by".to_owned(), json!(entry.to_string()));
+    }
     response.insert("windows".to_owned(), outcome.windows.iter().map(named).collect());
     if !outcome.concurrent.is_empty() {
         let concurrent = |state: &ConcurrencyState| {

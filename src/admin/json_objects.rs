@@ -70,7 +70,7 @@ object! {
     DECISION = "Decision" {
         required("allowed", Boolean), COUNT[0], COUNT[1], COUNT[2], COUNT[3],
         required("retry_after", MAYBE_INTEGER), required("retry_after_ms", MAYBE_INTEGER),
-        optional("exempt", Boolean), optional("unknown_key", Boolean),
+        optional("exempt", Boolean), optional("unknown_key", Boolean), optional("denied_by", Text),
         required("windows", WINDOWS), optional("concurrent", CONCURRENT),
     }
 }
@@ -130,7 +130,8 @@ object! {
 
 object! {
     EXPLANATION = "Explanation" {
-        required("decision", Words(&["admitted", "delayed", "refused", "error"])), required("status", MAYBE_INTEGER),
+        required("decision", Words(&["admitted", "delayed", "refused", "denied", "error"])),
+        required("status", MAYBE_INTEGER), required("denied_by", MAYBE_TEXT),
         required("reason", Text), required("retry_after", MAYBE_INTEGER), required("live", Boolean),
         required("request", Schema::Object(&EXPLAINED_REQUEST)), required("client", OrNull(&Schema::Object(&EXPLAINED_CLIENT))),
         required("route", OrNull(&Schema::Object(&EXPLAINED_ROUTE))),

@@ -45,9 +45,11 @@ pub fn check(path: &Path, options: Options) -> Exit {
             return Exit::BadConfig;
         }
     };
-    let certificates = lint::certificate_dates(&config, Clock::system().wall_ms());
+    let now_ms = Clock::system().wall_ms();
+    let certificates = lint::certificate_dates(&config, now_ms);
     let certificates = certificates.into_iter().map(LintMessage::warning);
-    let start_notes = start_failures(path, &config).into_iter().map(LintMessage::note);
+    let start_notes = start_failures(path, &config).into_iter().chain(lint::ended_denials(&config, now_ms));
+    let start_notes = start_notes.map(LintMessage::note);
     let messages: Vec<LintMessage> =
         lint::messages(&config).into_iter().chain(certificates).chain(start_notes).collect();
     let refused = messages.iter().filter(|message| options.strict && message.kind == Kind::Warning).count();

@@ -17,6 +17,8 @@ use self::route_choice::RouteChoice;
 use self::rule_state::{RuleResult, RuleState, error_text};
 use crate::proxy::served_config::ServedConfig;
 use transom_config::Config;
+use transom_config::access::rfc3339;
+use transom_config::diagnostics::quoted;
 use transom_http::error::{ApiError, RequestError};
 use transom_http::request_validation::Schemes;
 use transom_http::{path_normalize, request_validation};
@@ -26,6 +28,7 @@ use transom_limiter::key::Seed;
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
 use transom_rules::ClientId;
+use transom_rules::access::Denial;
 use transom_rules::compiled_config::RouteRules;
 use transom_rules::key_source::ConnectionValues;
 use transom_rules::ratelimit_headers::seconds_until;
@@ -50,6 +53,8 @@ pub struct Explanation {
     /// What the routes make of the request; `None` if the request is invalid.
     routes: Option<RouteChoice>,
     rules: IdVec<PlanPosition, RuleState>,
+    /// The id of the deny entry, or `allow`.
+    denied_by: Option<String>,
     decision: Decision,
     reason: String,
     /// The time of the decision, Unix milliseconds.
@@ -65,6 +70,8 @@ enum Decision {
     Delayed(Option<u64>, Option<u16>),
     /// With the status of the refusal, and the time to retry; `None`: never.
     Refused(u16, Option<u64>),
+    /// A deny entry, or the allow list of the route, denies the request with this status.
+    Denied(u16),
     /// An error, with its status.
     Error(u16),
 }
@@ -94,6 +101,7 @@ pub async fn explain(
         client: None,
         routes: None,
         rules: IdVec::new(),
+        denied_by: None,
         decision: Decision::Admitted(None),
         reason: String::new(),
         now_ms: counters.clock.now().unix_ms,
@@ -166,11 +174,16 @@ impl Explanation {
         if as_client.is_some() {
             resolved = resolved.with_client(as_client);
         }
-        resolved.check(&validated, body_bytes(&parts.headers))?;
         if let (Some(id), Some(plans)) = (resolved.clients.reported_client(&resolved.attributes), &served.clients) {
             let client = &plans.clients[id];
             self.client = Some((client.name.clone(), plans.plans[client.plan].clone()));
         }
+        if let Some(denial) = resolved.denial(counters.clock.now().unix_ms)? {
+            self.reason = denial_text(denial);
+            (self.denied_by, self.decision) = (Some(denial.id()), Decision::Denied(RequestError::Denied.status()));
+            return Ok(());
+        }
+        resolved.check(&validated, body_bytes(&parts.headers))?;
         let mut keyed_requests = IdVec::new();
         let error = resolved.find_keys(&mut keyed_requests, |position, found| {
             let key = resolved.describe_key(position, &served.readable_digester);
@@ -248,6 +261,7 @@ impl Explanation {
             Decision::Admitted(_) => "admitted",
             Decision::Delayed(..) => "delayed",
             Decision::Refused(..) => "refused",
+            Decision::Denied(_) => "denied",
             Decision::Error(_) => "error",
         }
     }
@@ -256,7 +270,7 @@ impl Explanation {
     fn status(&self) -> Option<u16> {
         match self.decision {
             Decision::Admitted(status) | Decision::Delayed(_, status) => status,
-            Decision::Refused(status, _) | Decision::Error(status) => Some(status),
+            Decision::Refused(status, _) | Decision::Denied(status) | Decision::Error(status) => Some(status),
         }
     }
 
@@ -268,7 +282,7 @@ impl Explanation {
             Decision::Refused(_, retry_at_ms) => {
                 retry_at_ms.map(|retry_at_ms| seconds_until(retry_at_ms, self.now_ms).max(1))
             }
-            Decision::Error(_) => None,
+            Decision::Denied(_) | Decision::Error(_) => None,
         }
     }
 
@@ -286,6 +300,7 @@ impl Explanation {
                 "client": self.client_address.to_string(),
             },
             "client": client,
+            "denied_by": self.denied_by,
             "route": self.routes.as_ref().and_then(RouteChoice::chosen_json),
             "other_routes": self.routes.as_ref().map_or_else(Vec::new, RouteChoice::others_json),
             "rules": self.rules.iter().map(|rule| rule.to_json(self.now_ms)).collect::<Vec<_>>(),
@@ -295,6 +310,16 @@ impl Explanation {
     fn scheme(&self) -> &'static str {
         if self.is_secure { "https" } else { "http" }
     }
+}
+
+/// Why a request is denied, for operators.
+fn denial_text(denial: Denial<'_>) -> String {
+    let Denial::Entry(entry) = denial else {
+        return String::from("neither the address nor the client is on the allow list of the route");
+    };
+    let until = entry.until_ms.map(|until_ms| format!(" until {}", rfc3339(until_ms))).unwrap_or_default();
+    let reason = entry.reason.as_ref().map(|reason| format!(": {reason}")).unwrap_or_default();
+    format!("deny entry {} denies {}{until}{reason}", entry.id, quoted(&entry.target.to_string()))
 }
 
 /// The size of the body, as far as the head tells. `request_validation` has checked the field.

@@ -19,7 +19,9 @@ impl fmt::Display for Explanation {
         let time = self.retry_after_s().map(seconds_text);
         match self.decision {
             Decision::Admitted(None) => {}
-            Decision::Admitted(Some(status)) | Decision::Error(status) => write!(f, " with {status}")?,
+            Decision::Admitted(Some(status)) | Decision::Denied(status) | Decision::Error(status) => {
+                write!(f, " with {status}")?
+            }
             Decision::Delayed(_, status) => {
                 write!(
                     f,

@@ -35,7 +35,7 @@ use transom_http::websocket_handshake::UpgradeMethod;
 use transom_http::{forward_auth, headers, path_normalize, request_validation};
 use transom_limiter::decision::Decision;
 use transom_rules::ratelimit_headers::RateLimitFields;
-use transom_rules::resolved_request::{FoundKey, NotCounted, RequestView};
+use transom_rules::resolved_request::{FoundKey, NotCounted, RequestView, ResolvedRequest};
 use transom_rules::responses::{self, LocalResponse, RefusedRequest};
 use transom_rules::route_actions::AppliedActions;
 use transom_runtime::clock::Timestamp;
@@ -260,12 +260,15 @@ fn decide(
     record.set_route(route_id);
     let (actions, variables) = (resolved.actions(), resolved.variables());
     format.changes = actions.and_then(|actions| actions.response_changes(&variables));
-    resolved.check(&validated, request_context.body_bytes)?;
     if (config.reports_clients() || record.is_logged())
         && let Some(client) = resolved.clients.reported_client(&resolved.attributes)
     {
         record.set_client(client);
     }
+    if served.access.is_some() {
+        check_access(&resolved, now, record)?;
+    }
+    resolved.check(&validated, request_context.body_bytes)?;
     let found = |position, found: &FoundKey| match resolved.why_not_counted(position, found) {
         Some(NotCounted::Exempt) => record.record_exemption(position),
         Some(NotCounted::Shadowed) => config.route_metrics[route_id].shadowed(position),
@@ -323,6 +326,17 @@ fn decide(
     let plan = ForwardPlan { server_key, ..plan };
     let plan = plan.prepare(parts, request_context, special_fields, websocket, normalized)?;
     Ok(RequestOutcome::Forward { plan, admission, pending })
+}
+
+/// Fails for a request that a deny entry or the allow list of its route denies.
+fn check_access(
+    resolved: &ResolvedRequest<'_>,
+    now: Timestamp,
+    record: &mut RequestRecord,
+) -> Result<(), RequestError> {
+    let Some(denial) = resolved.denial(now.unix_ms)? else { return Ok(()) };
+    record.record_denial(denial);
+    Err(RequestError::Denied)
 }
 
 /// Limits of size and rate for the body of a request while it is forwarded.

@@ -15,7 +15,9 @@ use http::{HeaderMap, HeaderValue, Version, header};
 use super::held_slots::HeldSlots;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
-use crate::access_log::entry::{FullLimit, KnownClient, LogEntry, LoggedRequest, RuleDecision, UpstreamUse};
+use crate::access_log::entry::{
+    FullLimit, KnownClient, LogEntry, LoggedDenial, LoggedRequest, RuleDecision, UpstreamUse,
+};
 use crate::spans::{TracedRequest, UpstreamAttempt};
 use crate::upstream::attempt_log::{AttemptLog, TracedAttempt};
 use crate::upstream::request_body::UploadProgress;
@@ -32,6 +34,7 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{Handle as _, IdVec, PlanPosition, RuleId};
 use transom_limiter::verdict::{Outcome, Verdict, Verdicts, WindowVerdict};
+use transom_rules::access::Denial;
 use transom_rules::resolved_request::ResolvedRequest;
 use transom_rules::responses::CLIENT_CLOSED_REQUEST;
 use transom_rules::{ClientId, RouteRulesId};
@@ -162,6 +165,19 @@ impl RequestRecord {
             let known = &clients.clients[client];
             let (name, plan) = (known.name.clone(), clients.plans[known.plan].clone());
             log.entry.known_client = Some(KnownClient { name, plan });
+        }
+    }
+
+    /// Counts a denied request, and notes why it is denied for the access log.
+    pub fn record_denial(&mut self, denial: Denial<'_>) {
+        let id = denial.id();
+        self.config.denials.denied(&id);
+        if let Some(log) = &mut self.log {
+            let (entry, reason) = match denial {
+                Denial::Entry(entry) => (Some(entry.target.to_string()), entry.reason.clone()),
+                Denial::NotAllowed => (None, None),
+            };
+            log.entry.denied_by = Some(LoggedDenial { id, entry, reason });
         }
     }
 
@@ -435,6 +451,7 @@ impl RequestRecord {
             status = entry.status,
             keys = ?keys,
             rules = ?decisions,
+            denied_by = entry.denied_by.as_ref().map_or("", |denial| denial.id.as_str()),
             error = ?entry.error.as_deref().unwrap_or_default(),
             "request"
         );

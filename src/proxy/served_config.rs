@@ -33,12 +33,13 @@ impl ServedConfig {
         published_keys: Option<Arc<PublishedKeys>>,
     ) -> Arc<ServedConfig> {
         let compiled = CompiledConfig::new(config, seed, rule_set, published_keys);
-        let CompiledConfig { rule_set, overrides, digester, clients, client_checks, .. } = &compiled;
+        let CompiledConfig { rule_set, overrides, digester, clients, client_checks, access, .. } = &compiled;
         let log =
             |plan: &str| tracing::warn!(plan, "a token names a plan that no rule defines: its subject is not known");
         clients.iter().for_each(|clients| _ = clients.on_undefined_plan.set(log));
         let decision_service = DecisionService::new(rule_set, overrides, seed, digester.clone());
-        let decision_service = decision_service.with_clients(clients.as_ref(), client_checks.clone());
+        let decision_service =
+            decision_service.with_clients(clients.as_ref(), client_checks.clone()).with_access(access.as_ref());
         Arc::new(ServedConfig { compiled, upstream_health: upstream_health.into(), decision_service })
     }
 }

@@ -36,8 +36,8 @@ use transom_rules::responses::{self, RefusalCache, RefusalResponse, RefusedReque
 use transom_rules::top_keys::{KeyName, TopKeys};
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::events::{
-    ClientMetrics, ConcurrencyGauge, DelayGauge, DroppedMarks, DroppedSpans, RefundCounter, RouteMetrics,
-    UpstreamMetrics, WindowMetrics,
+    ClientMetrics, ConcurrencyGauge, DelayGauge, DenialMetrics, DroppedMarks, DroppedSpans, RefundCounter,
+    RouteMetrics, UpstreamMetrics, WindowMetrics,
 };
 use transom_runtime::metrics::storage::GaugeGuard;
 use transom_runtime::metrics::upstream::{ActiveGauge, ConnectionGauge, RetryMetrics};
@@ -56,6 +56,7 @@ pub struct WorkerConfig {
     pub refund_counters: IdVec<RuleId, Option<RefundCounter>>,
     /// `RateLimit-Policy`. A copy per worker, so that workers do not contend for its reference count.
     pub policy_fields: IdVec<RouteRulesId, Option<HeaderValue>>,
+    pub denials: DenialMetrics,
     /// With `[metrics] clients = true`.
     pub client_metrics: Option<ClientMetrics>,
     pub top_keys: TopKeys,
@@ -150,6 +151,8 @@ impl WorkerConfig {
             let named = named.map(|client| (client.name.as_str(), clients.plans[client.plan].as_str()));
             ClientMetrics::new(registry, worker_id, named)
         });
+        let is_entry = |id: &str| served.access.as_ref().is_some_and(|access| access.has_entry(id));
+        let denials = DenialMetrics::new(registry, worker_id, previous.map(|previous| &previous.denials), is_entry);
         let mut server_pools = ServerPools::new();
         let server_count = |upstream: &Upstream| match &upstream.target {
             ConfiguredTarget::Echo => 0,
@@ -199,6 +202,7 @@ impl WorkerConfig {
             refund_counters: config.rules.map(refund_counter),
             policy_fields: served.route_rules.iter().map(|rules| rules.rate_limit_template.constant_policy()).collect(),
             client_metrics,
+            denials,
             top_keys,
             marks: outputs.marks.map(|marks| MarkReader::new(&marks, DroppedMarks::new(registry, worker_id))),
             unrouted_metrics: RouteMetrics::new(registry, worker_id, "", &[]),

@@ -27,6 +27,7 @@ use crate::proxy::response::ResponseBody;
 use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_config::{DecisionBuffers, WorkerConfig};
 use crate::proxy::worker_state::WorkerState;
+use transom_config::access::EntryId;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
@@ -126,6 +127,8 @@ struct Call<'r> {
     positions: SmallVec<[PlanPosition; 4]>,
     rules: IdVec<PlanPosition, CalledRule>,
     plan: Rc<ServicePlan>,
+    /// The deny entry that denies the request.
+    denied_by: Option<EntryId>,
 }
 
 impl ServiceConfig {
@@ -161,7 +164,11 @@ impl ServiceConfig {
         if request.domain.is_empty() || request.descriptors.is_empty() {
             return Err(GrpcError::invalid_argument("the request needs a domain and a descriptor"));
         }
-        let call = self.prepare(worker, self.find_rules(&request)?);
+        let call = self.prepare(worker, self.find_rules(&request)?, began.unix_ms);
+        if let Some(entry) = call.denied_by {
+            self.config.denials.denied(&entry.to_string());
+            return Ok(self.refuse(&request, &call, None));
+        }
         let charge_plan = &call.plan.charge_plan;
         let refused = match call.rules.iter().any(|rule| call.matched[rule.source].is_check()) {
             true => self.check(worker, &call).await,
@@ -213,7 +220,10 @@ impl ServiceConfig {
             Ok(SharedOutcome { decision, context, .. }) => {
                 self.respond(&request, &call, charge_plan.verdicts(&context, &decision), now_ms, &mut Vec::new())
             }
-            Err(Unavailable) => self.refuse_in_outage(&request, &call),
+            // An error would let the request pass, unless Envoy has `failure_mode_deny`.
+            Err(Unavailable) => {
+                self.refuse(&request, &call, header(RETRY_AFTER.as_str(), &HeaderValue::from_static("1")))
+            }
         })
     }
 
@@ -255,11 +265,12 @@ impl ServiceConfig {
     }
 
     /// Finds the counters of the rules. Hits of descriptors with the same counters are added up.
-    fn prepare<'r>(&self, worker: &WorkerState, matched: Vec<MatchedRule<'r>>) -> Call<'r> {
+    fn prepare<'r>(&self, worker: &WorkerState, matched: Vec<MatchedRule<'r>>, now_ms: u64) -> Call<'r> {
         let values: SmallVec<[RuleKeyValues<'_, Cow<'_, str>>; 4]> = matched
             .iter()
             .map(|matched| RuleKeyValues { rule: matched.rule, key: &matched.key, cost: matched.hits })
             .collect();
+        let denied_by = self.served().decision_service.denied(&values, now_ms).map(|entry| entry.id);
         let keyed_rules = self.served().decision_service.key_rules(&values, worker.counters.shared.is_some());
         let mut rules = IdVec::<PlanPosition, CalledRule>::new();
         let mut positions = SmallVec::new();
@@ -297,7 +308,7 @@ impl ServiceConfig {
         }
         drop(values);
         let plan = self.plan(rules.iter().map(|rule| (rule.keyed.rule, matched[rule.source].limit)).collect());
-        Call { matched, positions, rules, plan }
+        Call { matched, positions, rules, plan, denied_by }
     }
 
     fn plan(&self, rules: RuleList) -> Rc<ServicePlan> {
@@ -416,16 +427,15 @@ impl ServiceConfig {
         })
     }
 
-    /// A rule with `on_outage = "refuse"` cannot be counted. An error would let the request pass, unless Envoy has
-    /// `failure_mode_deny`.
-    fn refuse_in_outage(&self, request: &RateLimitRequest, call: &Call<'_>) -> Bytes {
+    /// Refuses a request that no rule counts: it is denied, or a rule with `on_outage = "refuse"` cannot be counted.
+    fn refuse(&self, request: &RateLimitRequest, call: &Call<'_>, field: Option<HeaderMessage>) -> Bytes {
         self.calls.answered(true);
         let is_matched = |at| call.matched.iter().any(|matched| matched.descriptor == at);
         let status = |at| DescriptorStatus { code: code(is_matched(at)), ..DescriptorStatus::default() };
         encode(&RateLimitResponse {
             overall_code: code(true),
             statuses: (0..request.descriptors.len()).map(status).collect(),
-            response_headers_to_add: header(RETRY_AFTER.as_str(), &HeaderValue::from_static("1")).into_iter().collect(),
+            response_headers_to_add: field.into_iter().collect(),
             raw_body: Bytes::new(),
         })
     }

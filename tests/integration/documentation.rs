@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::json;
+use transom_config::access::{AccessSettings, DenySettings};
 use transom_config::certificate::CertificateFiles;
 use transom_config::client_tls::ClientTlsSettings;
 use transom_config::clients::{ClientSettings, ClientsSettings};
@@ -497,6 +498,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings_and_key_parts
         ("### Descriptors", Descriptor::settings()),
         ("### Counted responses", CountWhen::settings()),
         ("## `[clients]`", [ClientsSettings::settings(), ClientSettings::settings()].concat()),
+        ("## `[access]`", [AccessSettings::settings(), DenySettings::settings()].concat()),
         ("## `[jwt]`", [JwtSettings::settings(), JwtKeySettings::settings()].concat()),
         ("## `[[routes]]`", [RouteConditions::settings(), RouteSettings::settings()].concat()),
         ("### Actions", ActionSettings::settings()),

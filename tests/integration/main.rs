@@ -9,6 +9,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod access;
 mod access_log;
 mod actions;
 mod activation;

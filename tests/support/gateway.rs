@@ -31,17 +31,22 @@ impl Gateway {
 
     /// Starts with the clock at a time in Unix seconds.
     pub fn start_at(toml: &str, unix_s: u64) -> Gateway {
-        Gateway::start_config(parse_config(toml, ""), unix_s)
+        Gateway::start_config(parse_config(toml, &[]), unix_s)
     }
 
     /// Starts with these contents of the file `clients.toml`.
     pub fn start_with(toml: &str, clients: &str) -> Gateway {
-        Gateway::start_config(parse_config(toml, clients), START_S)
+        Gateway::start_with_files(toml, &[("clients.toml", clients)])
+    }
+
+    /// Starts with these files, each a name and its contents.
+    pub fn start_with_files(toml: &str, files: &[(&str, &str)]) -> Gateway {
+        Gateway::start_config(parse_config(toml, files), START_S)
     }
 
     /// As [`Gateway::start_with`], with the clock at a time in Unix seconds.
     pub fn start_with_at(toml: &str, clients: &str, unix_s: u64) -> Gateway {
-        Gateway::start_config(parse_config(toml, clients), unix_s)
+        Gateway::start_config(parse_config(toml, &[("clients.toml", clients)]), unix_s)
     }
 
     fn start_config(config: Config, unix_s: u64) -> Gateway {
@@ -126,12 +131,12 @@ impl Gateway {
     }
 
     pub fn reload_with(&mut self, toml: &str, clients: &str) {
-        self.inner.as_mut().unwrap().reload(parse_config(toml, clients)).unwrap();
+        self.inner.as_mut().unwrap().reload(parse_config(toml, &[("clients.toml", clients)])).unwrap();
     }
 
     /// Reloads a configuration that has to be refused, and returns the reason.
     pub fn refused_reload(&mut self, toml: &str) -> String {
-        self.inner.as_mut().unwrap().reload(parse_config(toml, "")).unwrap_err().to_string()
+        self.inner.as_mut().unwrap().reload(parse_config(toml, &[])).unwrap_err().to_string()
     }
 
     /// Drains the gateway, and returns when all of its threads have ended.
@@ -155,11 +160,11 @@ impl Drop for Gateway {
 }
 
 /// Parses a configuration, with ports chosen by the system unless it sets `listen`.
-fn parse_config(toml: &str, clients: &str) -> Config {
+fn parse_config(toml: &str, named: &[(&str, &str)]) -> Config {
     let toml = with_listen(toml);
-    let files = |path: &Path| match path.to_str() {
-        Some("clients.toml") => Ok(clients.as_bytes().to_vec()),
-        _ => std::fs::read(path),
+    let files = |path: &Path| match named.iter().find(|(name, _)| path == Path::new(name)) {
+        Some((_, text)) => Ok(text.as_bytes().to_vec()),
+        None => std::fs::read(path),
     };
     transom_config::read_with_files(&toml, &files).unwrap_or_else(|problems| panic!("{problems:?}\n{toml}"))
 }

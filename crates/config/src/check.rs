@@ -6,13 +6,14 @@
 
 use toml::de::DeTable;
 
+use super::access::{AccessContext, KnownClients, read_access};
 use super::calendar;
 use super::clients::{DefinedPlans, read_clients, report_missing_clients, report_unused_on_unknown_key};
 use super::counters::Counters;
 use super::descriptor::report_unused_descriptors;
 use super::diagnostics::{Problem, Report};
 use super::foreign;
-use super::jwt::{read_jwt, report_missing_or_unused_jwt};
+use super::jwt::{first_claim, read_jwt, report_missing_or_unused_jwt};
 use super::key_format::check_key_formats;
 use super::limits::{DrainSettings, Http2, Limits, Timeouts};
 use super::listen::{Admin, read_listen};
@@ -79,6 +80,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let upstreams = top.get("upstreams");
     let rules = top.get("rules");
     let clients = top.get("clients");
+    let access = top.get("access");
     let routes = match &listen.ratelimit_service {
         Some(_) => top.get("routes"),
         None => top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`"),
@@ -90,7 +92,8 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
 
     let placeholder = misspelled.contains(&"counters").then(|| StoreConfig::placeholder().default_sharing());
     let sharing = counters.default_sharing().or(placeholder);
-    report_missing_or_unused_jwt(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelled, report);
+    let claim = first_claim(rules.as_ref(), clients.as_ref());
+    report_missing_or_unused_jwt(jwt.as_ref(), claim, access.is_some(), &misspelled, report);
     let (jwt, key_set) = read_jwt(jwt, report).unzip();
     let mut upstreams = read_upstreams(upstreams, report);
     upstreams.complete &= !misspelled.contains(&"upstreams");
@@ -105,30 +108,33 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     // A trusted proxy sends the scheme of the original request. Invalid addresses may belong to either scheme.
     let is_proxied = !listen.trusted_proxies.is_empty() || !listen.forward_auth.is_empty();
     let any_scheme = is_proxied || !listen_is_valid || misspelled.contains(&"listen");
+    let plans = rules.entries.iter().flat_map(|rule| &rule.value.rule.plans).map(|plan| plan.name.as_str()).collect();
+    let before = report.count();
+    let clients = read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, report);
+    let clients_complete = report.count() == before && !misspelled.contains(&"clients");
+    if clients_complete {
+        report_missing_clients(&rules, clients.as_ref(), report);
+        report_unused_on_unknown_key(&rules, clients.as_ref(), report);
+        report_unused_client_metrics(metrics_item.as_ref().filter(|_| metrics.clients && clients.is_none()), report);
+    }
+    let known_clients = KnownClients::new(clients.as_ref(), clients_complete && !report.has_syntax_errors);
     let context = RouteContext {
         reading: path_reading,
         upstreams: &upstreams,
         rules: &rules,
+        clients: &known_clients,
         timeouts: &timeouts,
         http: any_scheme || !listen.http.is_empty(),
         https: any_scheme || !listen.https.is_empty(),
     };
     let routes = read_routes(routes, &context, report);
-
-    let plans = rules.entries.iter().flat_map(|rule| &rule.value.rule.plans).map(|plan| plan.name.as_str()).collect();
-    let before = report.count();
-    let clients = read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, report);
-    if report.count() == before && !misspelled.contains(&"clients") {
-        report_missing_clients(&rules, clients.as_ref(), report);
-        report_unused_on_unknown_key(&rules, clients.as_ref(), report);
-        let tables = metrics_item.iter().flat_map(Item::tables);
-        if let (Some(item), None) = (tables.filter_map(|table| table.given("clients")).next(), &clients)
-            && metrics.clients
-        {
-            let message = "`clients` has no effect: there is no `[clients]`";
-            report.missing(item.key_span, message, "add `[clients]`, or remove it");
-        }
-    }
+    let access_context = AccessContext {
+        clients: &known_clients,
+        route_names: routes.iter().map(|route| route.name.as_str()).collect(),
+        routes_complete: !misspelled.contains(&"routes") && !report.has_syntax_errors,
+        has_jwt: jwt.is_some(),
+    };
+    let access = read_access(access, &access_context, report);
 
     Config {
         listen,
@@ -144,6 +150,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         tracing,
         notify,
         clients,
+        access,
         jwt,
         key_set: key_set.flatten(),
         path_reading,
@@ -151,5 +158,14 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         rules: rules.into_values().into_iter().map(|checked| checked.rule).collect(),
         routes,
         hidden: HiddenValues::default(),
+    }
+}
+
+/// Reports a `clients` of `[metrics]` without clients.
+fn report_unused_client_metrics(metrics: Option<&Item>, report: &mut Report) {
+    let tables = metrics.into_iter().flat_map(Item::tables);
+    if let Some(item) = tables.filter_map(|table| table.given("clients")).next() {
+        let message = "`clients` has no effect: there is no `[clients]`";
+        report.missing(item.key_span, message, "add `[clients]`, or remove it");
     }
 }

@@ -1,21 +1,21 @@
 //! `[clients]`, and the clients file that it names.
 //!
-//! The clients file may contain an API key in plain text by mistake. Problems give the position in that file, and never
-//! show a line or a value that could be a secret.
+//! The clients file may contain an API key in plain text by mistake, see `named_file`.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
 
-use toml::de::{DeTable, DeValue};
+use toml::de::DeValue;
 
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::key::{self, OnUnknownKey};
 use super::key_kind::{CLIENT_CERT, Identifies, JWT, KeyKind};
 use super::listen::ClientCerts;
+use super::named_file::read_named_file;
 use super::rule::CheckedRule;
 use super::settings::{Custom, Required, Section, Shape, Text, Texts, section_table};
-use super::toml_reader::{Item, SpannedStr, SpannedString, Table, toml_errors};
+use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::{Definitions, check_name, definition_fix, is_pattern, read_digest, read_fingerprint, read_network};
 use transom_limiter::handles::RuleId;
 use transom_limiter::ip_prefix::Network;
@@ -24,9 +24,6 @@ use transom_limiter::secret_digest::Digest;
 
 const CLIENT_FIX: &str = "write `[clients.NAME]`, then its settings, each on a line";
 const ADD_COMMAND: &str = "transom clients add NAME --plan PLAN --generate-key";
-const SYNTAX_ERROR: &str = "this is not TOML";
-const ALREADY_DEFINED: &str = "this name is already defined";
-const SYNTAX_FIX: &str = "a line is `key = value` or `[table]`; texts go in quotes";
 const API_KEY: &str = "\"header:x-api-key\"";
 const SUBJECT: &str = "\"jwt:sub\"";
 const PLAN_CLAIM: &str = "\"jwt:plan\"";
@@ -146,14 +143,6 @@ pub fn read_clients(
         report.missing(item.span.clone(), "the gateway does not request client certificates", fix);
     }
     let file = file?;
-    let path = PathBuf::from(&file.text);
-    let name = quoted(&file.text);
-    let unreadable =
-        |error| (format!("cannot read {name}: {error}"), format!("name the file, or create it: `{ADD_COMMAND}`"));
-    let bytes = report.accept(file.span.clone(), (report.inputs.files)(&path).map_err(unreadable))?;
-    let text = String::from_utf8(bytes).ok();
-    let text = text.or_else(|| report.reject(file.span, format!("{name} is not UTF-8 text"), "save it as UTF-8"))?;
-    let mut file_report = Report::for_named_file(&text, &path);
     let mut reader = ClientsFileReader {
         plans,
         has_api_key: api_key_item.is_some(),
@@ -161,13 +150,13 @@ pub fn read_clients(
         subjects_are_fingerprints: certs != ClientCerts::Never && is_cert,
         owners: HashMap::new(),
     };
-    let list = reader.read_file(&text, &mut file_report);
-    report.append(file_report);
+    let read = |top: &mut Table, report: &mut Report| reader.read_file(top, report);
+    let (file, list) = read_named_file(&file, "the clients file", ADD_COMMAND, report, read)?;
     let token_plans = plan.map(|claim| {
         let defined: BTreeSet<&str> = plans.names.iter().copied().collect();
         TokenPlans { claim, defined: defined.into_iter().map(str::to_owned).collect() }
     });
-    Some(Clients { file: path, api_key, subject, token_plans, list })
+    Some(Clients { file, api_key, subject, token_plans, list })
 }
 
 /// Reports rules by client without clients.
@@ -273,24 +262,8 @@ struct ClientsFileReader<'r> {
 }
 
 impl ClientsFileReader<'_> {
-    fn read_file(&mut self, text: &str, report: &mut Report) -> Vec<Client> {
-        let mut syntax_report = Report::new(text);
-        let valid_text = toml_errors::skip_syntax_errors(text, &mut syntax_report);
-        report.has_syntax_errors = syntax_report.has_syntax_errors;
-        for problem in syntax_report.into_problems() {
-            // Most syntax errors quote the file, so their text is replaced.
-            let (message, fix) = match problem.message.as_str() {
-                message if message.contains("is already defined") => (ALREADY_DEFINED.to_owned(), problem.fix),
-                message if message.contains('`') => (SYNTAX_ERROR.to_owned(), SYNTAX_FIX.to_owned()),
-                _ => (problem.message, problem.fix),
-            };
-            report.problem(problem.span, message, fix);
-        }
-        let (document, _) = DeTable::parse_recoverable(&valid_text);
-        let mut top = Table::new(document.get_ref(), 0..0, "the clients file");
-        let clients = top.get("clients");
-        top.finish(report);
-        let Some(clients) = clients else { return Vec::new() };
+    fn read_file(&mut self, top: &mut Table, report: &mut Report) -> Vec<Client> {
+        let Some(clients) = top.get("clients") else { return Vec::new() };
         let Some(table) = clients.table("`[clients]`", CLIENT_FIX, report) else { return Vec::new() };
         table.items().iter().filter_map(|entry| self.read_client(entry, report)).collect()
     }

@@ -333,19 +333,19 @@ fn read_jwks(item: &Item, report: &mut Report) -> Option<Vec<(VerificationKey, S
 /// sections that unknown keys of the file were probably meant to be.
 pub fn report_missing_or_unused_jwt(
     jwt: Option<&Item>,
-    rules: Option<&Item>,
-    clients: Option<&Item>,
+    claim: Option<SpannedStr>,
+    may_have_other_use: bool,
     misspelled: &[&str],
     report: &mut Report,
 ) {
-    match (jwt, first_claim(rules, clients)) {
+    match (jwt, claim) {
         (None, Some(word)) if !misspelled.contains(&"jwt") => {
             let message =
                 format!("{} needs verified tokens, and there is no `[jwt]` with their keys", quoted(word.text));
             let fix = "write `[jwt]`, then `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`";
             report.missing(word.span, message, fix);
         }
-        (Some(item), None) if !misspelled.contains(&"rules") => {
+        (Some(item), None) if !misspelled.contains(&"rules") && !may_have_other_use => {
             let message = "`[jwt]` has no effect: no rule counts by a claim";
             report.missing(item.key_span.clone(), message, "remove it, or write a rule with `key = \"jwt:sub\"`");
         }
@@ -354,7 +354,7 @@ pub fn report_missing_or_unused_jwt(
 }
 
 /// The first claim in the key of a rule, or in `[clients]`.
-fn first_claim<'d>(rules: Option<&Item<'d>>, clients: Option<&Item<'d>>) -> Option<SpannedStr<'d>> {
+pub fn first_claim<'d>(rules: Option<&Item<'d>>, clients: Option<&Item<'d>>) -> Option<SpannedStr<'d>> {
     let rules = rules.into_iter().flat_map(Item::tables).flat_map(|rules| rules.items());
     let keys = rules.flat_map(|rule| rule.tables()).filter_map(|rule| rule.given("key"));
     let clients = clients.into_iter().flat_map(Item::tables);

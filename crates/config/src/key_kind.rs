@@ -53,6 +53,8 @@ pub struct KeyKind {
     pub identifies: Identifies,
     /// Why an upstream cannot choose servers by it. Only parts that exist on every route can be hashed.
     pub not_hashed: Option<&'static str>,
+    /// What to write in a deny entry instead.
+    pub not_denied: Option<&'static str>,
     /// How values are written in overrides, exemptions and queries of the decision API.
     pub value: ValueForm,
     pub example_value: &'static str,
@@ -217,6 +219,7 @@ pub static IP: KeyKind = KeyKind {
     variety: Variety::Few,
     identifies: Identifies::Nothing,
     not_hashed: None,
+    not_denied: Some("write `network = \"203.0.113.7\"` instead of `key`"),
     value: ValueForm::Address,
     example_value: "192.0.2.7",
     logged: Logged::Always,
@@ -232,6 +235,7 @@ pub static CLIENT: KeyKind = KeyKind {
     variety: Variety::Many,
     identifies: Identifies::Nothing,
     not_hashed: Some("`client` cannot be hashed: clients are looked up only for rules that count by them"),
+    not_denied: Some("write `client = \"NAME\"` instead of `key`"),
     value: ValueForm::Text(reject_empty),
     example_value: "acme",
     logged: Logged::Client,
@@ -247,6 +251,7 @@ pub static HEADER: KeyKind = KeyKind {
     variety: Variety::Any,
     identifies: Identifies::ApiKeyOrSubject(key_in(|name| format!("the field {name}"))),
     not_hashed: None,
+    not_denied: None,
     value: ValueForm::Text(|text| match () {
         () if text.is_empty() || text.trim() != text => Some("write the value of the field, without spaces around it"),
         () if text.contains(|c: char| c.is_control() && c != '\t') => Some("remove control characters"),
@@ -266,6 +271,7 @@ pub static COOKIE: KeyKind = KeyKind {
     variety: Variety::Any,
     identifies: Identifies::ApiKeyOrSubject(key_in(|name| format!("the cookie {name}"))),
     not_hashed: None,
+    not_denied: None,
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
     logged: Logged::Cookie,
@@ -281,6 +287,7 @@ pub static QUERY: KeyKind = KeyKind {
     variety: Variety::Any,
     identifies: Identifies::ApiKeyOrSubject(key_in(|name| format!("the parameter {name} of the query"))),
     not_hashed: None,
+    not_denied: None,
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
     logged: Logged::Query,
@@ -296,6 +303,7 @@ pub static BEARER: KeyKind = KeyKind {
     variety: Variety::Any,
     identifies: Identifies::ApiKeyOrSubject(bearer("user name")),
     not_hashed: None,
+    not_denied: None,
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
     logged: Logged::Authorization,
@@ -311,6 +319,7 @@ pub static PARAM: KeyKind = KeyKind {
     variety: Variety::Many,
     identifies: Identifies::Nothing,
     not_hashed: Some("`param` cannot be hashed: it belongs to one route, and an upstream can have several"),
+    not_denied: None,
     value: ValueForm::Text(accept_any),
     example_value: "VALUE",
     logged: Logged::Always,
@@ -326,6 +335,7 @@ pub static JWT: KeyKind = KeyKind {
     variety: Variety::Many,
     identifies: Identifies::ApiKeyOrSubject(bearer("token")),
     not_hashed: Some("a claim cannot be hashed: tokens are verified only for rules that count by a claim"),
+    not_denied: None,
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
     logged: Logged::Authorization,
@@ -350,6 +360,7 @@ pub static BASIC_USER: KeyKind = KeyKind {
         challenge_if_unknown: "Basic realm=\"gateway\"",
     }),
     not_hashed: None,
+    not_denied: None,
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
     logged: Logged::Authorization,
@@ -370,6 +381,7 @@ pub static CLIENT_CERT: KeyKind = KeyKind {
         challenge_if_unknown: "Key",
     }),
     not_hashed: None,
+    not_denied: None,
     value: ValueForm::Fingerprint,
     example_value: "9f86d081…",
     logged: Logged::Never,
@@ -385,6 +397,7 @@ pub static HOST: KeyKind = KeyKind {
     variety: Variety::Many,
     identifies: Identifies::Nothing,
     not_hashed: None,
+    not_denied: None,
     value: ValueForm::Text(|text| {
         let is_wrong = text.is_empty() || text.contains(|c: char| c.is_uppercase() || "/: ".contains(c));
         is_wrong.then_some("write the host name alone, in lower case")
@@ -403,6 +416,7 @@ pub static METHOD: KeyKind = KeyKind {
     variety: Variety::Many,
     identifies: Identifies::Nothing,
     not_hashed: None,
+    not_denied: None,
     value: ValueForm::Text(|text| {
         let is_wrong = text.is_empty() || text.contains(|c: char| c.is_lowercase() || c == ' ');
         is_wrong.then_some("write a method in upper case, such as `GET`")
@@ -421,6 +435,7 @@ pub static PATH: KeyKind = KeyKind {
     variety: Variety::Many,
     identifies: Identifies::Nothing,
     not_hashed: None,
+    not_denied: None,
     value: ValueForm::Text(|text| {
         (!text.starts_with('/')).then_some("write the path as it is matched, such as `/login`")
     }),
@@ -438,6 +453,7 @@ pub static ROUTE: KeyKind = KeyKind {
     variety: Variety::Few,
     identifies: Identifies::Nothing,
     not_hashed: None,
+    not_denied: None,
     value: ValueForm::Text(accept_any),
     example_value: "VALUE",
     logged: Logged::Always,
@@ -453,6 +469,7 @@ pub static GLOBAL: KeyKind = KeyKind {
     variety: Variety::Many,
     identifies: Identifies::Nothing,
     not_hashed: Some("`global` cannot be hashed: one server would receive all requests"),
+    not_denied: Some("name a part that some requests have"),
     value: ValueForm::Text(accept_any),
     example_value: "VALUE",
     logged: Logged::Always,
@@ -468,6 +485,7 @@ pub static ENTRY: KeyKind = KeyKind {
     variety: Variety::Many,
     identifies: Identifies::Nothing,
     not_hashed: None,
+    not_denied: None,
     value: ValueForm::Text(accept_any),
     example_value: "VALUE",
     logged: Logged::Always,

@@ -18,6 +18,7 @@ use transom_limiter::rule::Rule;
 #[macro_use]
 pub mod settings;
 
+pub mod access;
 pub mod calendar;
 pub mod certificate;
 pub mod check;
@@ -36,6 +37,7 @@ pub mod key_kind;
 pub mod limits;
 pub mod lint;
 pub mod listen;
+pub mod named_file;
 pub mod notify;
 pub mod overrides;
 pub mod path;
@@ -55,6 +57,7 @@ pub mod upstream;
 pub mod values;
 pub mod window;
 
+use access::Access;
 use clients::Clients;
 use counters::Counters;
 use diagnostics::{Inputs, Problem, ReadFile, Report, quoted};
@@ -82,9 +85,11 @@ handles! {
     RouteId,
     /// An upstream of a [`Config`].
     UpstreamId,
+    /// A deny entry.
+    DenyId,
 }
 
-/// All settings of `gateway.toml` and of the clients file.
+/// All settings of `gateway.toml`, of the clients file and of the access file.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Config {
     pub general: General,
@@ -103,6 +108,8 @@ pub struct Config {
     pub notify: Option<Notify>,
     /// Clients of the clients file.
     pub clients: Option<Clients>,
+    /// Who is denied.
+    pub access: Option<Access>,
     /// Keys and conditions for valid tokens. Present if a rule or the clients use a claim.
     pub jwt: Option<TokenVerifier>,
     /// More keys for tokens, which are fetched.

@@ -4,10 +4,11 @@
 //!
 //! `transom_limiter::burst_bound` computes the bounds; this file only words them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 
 use super::Config;
+use super::access::{DenyEntry, DenyTarget, rfc3339};
 use super::certificate::RevocationList;
 use super::diagnostics::{quoted, quoted_list};
 use super::key::OnUnknownKey;
@@ -19,6 +20,7 @@ use super::window::layers_are_comparable;
 use transom_http::path_normalize::{PathParameters, TrailingSlash};
 use transom_limiter::burst_bound;
 use transom_limiter::handles::RuleId;
+use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Plan, Rule, Sharing};
@@ -87,7 +89,9 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
         .chain(short_token(config))
         .chain(exposed_forward_auth(config))
         .chain(variables_without_clients(config))
-        .chain(guessable_digests(config));
+        .chain(guessable_digests(config))
+        .chain(denials_of_everyone(config))
+        .chain(repeated_denials(config));
     messages.extend(warnings.map(LintMessage::warning));
     let notes = rules_of_responses(config).into_iter().chain(paths_with_variants(config));
     let notes = notes.chain(credentials_with_scheme(config)).chain(subjects_in_clear(config));
@@ -340,6 +344,55 @@ fn guessable_digests(config: &Config) -> Option<String> {
     })
 }
 
+/// Warns of deny entries that deny every address.
+fn denials_of_everyone(config: &Config) -> Vec<String> {
+    let text = |entry: &DenyEntry| {
+        let DenyTarget::Network(Network { address, prefix: 0 }) = &entry.target else { return None };
+        let version = if address.is_ipv4() { "IPv4" } else { "IPv6" };
+        let routes = entry.routes.iter().map(|route| config.routes[*route].name.as_str());
+        let routes = match entry.routes.len() {
+            0 => String::new(),
+            1 => format!(" on the route {}", quoted_list(routes, "and")),
+            _ => format!(" on the routes {}", quoted_list(routes, "and")),
+        };
+        Some(format!("the deny entry {} denies every {version} address{routes}", entry.id))
+    };
+    deny_entries(config).filter_map(text).collect()
+}
+
+/// Warns of deny entries that are listed more than once.
+fn repeated_denials(config: &Config) -> Option<String> {
+    let mut seen = HashSet::new();
+    let mut repeated = deny_entries(config).filter(|entry| !seen.insert(entry.id));
+    let first = repeated.next()?;
+    let (id, target) = (first.id, quoted(&first.target.to_string()));
+    let others = likewise(repeated.count(), "entry", "entries");
+    Some(format!("the deny entry {id} for {target} is listed more than once{others}: the one that ends last applies"))
+}
+
+/// Notes deny entries that have ended.
+pub fn ended_denials(config: &Config, now_ms: u64) -> Option<String> {
+    let mut ended = deny_entries(config).filter(|entry| entry.has_ended(now_ms));
+    let first = ended.next()?;
+    let (id, target) = (first.id, quoted(&first.target.to_string()));
+    let until = rfc3339(first.until_ms.unwrap_or_default());
+    let others = likewise(ended.count(), "entry", "entries");
+    Some(config.hidden.removed_from(format!("the deny entry {id} for {target} ended at {until}{others}")))
+}
+
+fn deny_entries(config: &Config) -> impl Iterator<Item = &DenyEntry> {
+    config.access.iter().flat_map(|access| access.deny.iter())
+}
+
+/// What is said of others beside the first one.
+fn likewise(others: usize, one: &str, many: &str) -> String {
+    match others {
+        0 => String::new(),
+        1 => format!(" (likewise 1 other {one})"),
+        more => format!(" (likewise {more} other {many})"),
+    }
+}
+
 /// Notes paths to which other rules apply with a trailing slash or with parameters than without. Many servers treat
 /// these variants as the same path, so that a client can avoid the rules.
 fn paths_with_variants(config: &Config) -> Vec<String> {
@@ -356,11 +409,7 @@ fn paths_with_variants(config: &Config) -> Vec<String> {
         };
         let mut paths = config.routes.iter().filter(|_| is_kept).filter(is_avoidable).map(|route| &route.path.text);
         let Some(path) = paths.next() else { continue };
-        let others = match paths.count() {
-            0 => String::new(),
-            1 => String::from(" (likewise 1 other path)"),
-            more => format!(" (likewise {more} other paths)"),
-        };
+        let others = likewise(paths.count(), "path", "paths");
         messages.push(format!(
             "other rules apply to `{path}{suffix}` than to `{path}`{others}: if the upstream treats both as the same \
              path, set {setting}"

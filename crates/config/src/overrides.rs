@@ -221,7 +221,7 @@ impl OverrideKeys<'_> {
 }
 
 /// Reads the value of one part, in the form in which requests are compared.
-fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<KeyValue> {
+pub fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<KeyValue> {
     let text = word.text;
     let find_fix = match &KeyKind::of(part).value {
         ValueForm::Address => return read_address(part, word, report),

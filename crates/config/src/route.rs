@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use http::{HeaderValue, Method};
 use toml::de::DeValue;
 
+use super::access::{Allowed, KnownClients, allow_list};
 use super::diagnostics::{Report, Span, quoted};
 use super::host::{read_distinct, read_hosts};
 use super::key_kind::{ENTRY, PARAM};
@@ -46,6 +47,8 @@ pub struct Route {
     /// Whether WebSocket upgrades are allowed.
     pub websocket: bool,
     pub rules: Vec<RuleId>,
+    /// Who alone is let in; empty: everyone.
+    pub allow: Vec<Allowed>,
     /// Replaces the cost of rules with a fixed cost.
     pub cost: Option<u32>,
 }
@@ -89,6 +92,9 @@ settings! {
         upstream: Option<SpannedString> = Text("name", "\"NAME\"");
         /// Rules that apply. A rule on several routes counts once across them.
         rules: Vec<SpannedString> = Texts("name", "[]");
+        /// Who alone is let in: networks of the client's address, and [clients](#clients) by name, as `"client:NAME"`. All
+        /// others get 403. Without it: everyone. See [Deny and allow lists](#access).
+        allow: Vec<Allowed> = allow_list();
         /// Whether clients may open [WebSockets](#websocket).
         websocket: bool = Boolean(true);
         /// Cost of a request here, for rules with a fixed cost. Without it: the rules' own.
@@ -229,6 +235,7 @@ pub struct RouteContext<'c> {
     pub reading: PathReading,
     pub upstreams: &'c Definitions<UpstreamId, Upstream>,
     pub rules: &'c Definitions<RuleId, CheckedRule>,
+    pub clients: &'c KnownClients<'c>,
     pub timeouts: &'c Timeouts,
     /// Whether requests can have the schemes.
     pub http: bool,
@@ -294,6 +301,11 @@ impl RouteContext<'_> {
         let upstream = settings.upstream.filter(|_| needs_upstream);
         let upstream = upstream.and_then(|name| self.upstreams.find("upstream", &name.text, name.span, report));
         let rules = self.find_rules(&settings.rules, path.as_ref(), report);
+        for allowed in &settings.allow {
+            if let Allowed::Client(name) = allowed {
+                self.clients.check(&name.text, &name.span, report);
+            }
+        }
         if let (Some(item), Some(cost)) = (cost_item, settings.cost) {
             self.check_cost(&item, cost, &rules, report);
         }
@@ -316,6 +328,7 @@ impl RouteContext<'_> {
                 upstream,
                 websocket: settings.websocket,
                 rules,
+                allow: settings.allow,
                 cost: settings.cost,
             },
         }

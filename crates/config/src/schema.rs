@@ -7,6 +7,7 @@ use std::sync::LazyLock;
 
 use serde_json::{Map, Value, json};
 
+use super::access::AccessSettings;
 use super::clients::ClientsSettings;
 use super::counters::Counters;
 use super::jwt::JwtSettings;
@@ -53,6 +54,7 @@ fn top_level() -> Vec<Setting> {
         section("tracing", "Export of spans.", TracingSettings::settings()),
         section("notify", "Notifications about keys near their limits.", NotifySettings::settings()),
         section("clients", "Clients, and the parts of a request that identify them.", ClientsSettings::settings()),
+        section("access", "Who is denied.", AccessSettings::settings()),
         section("jwt", "Verification of bearer tokens.", JwtSettings::settings()),
         Setting::section("rules", "Rules by name.", Shape::map_of(Shape::Table(rule))),
         Setting::section("upstreams", "Upstreams by name.", Shape::map_of(Shape::Table(upstream))),

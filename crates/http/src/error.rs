@@ -21,6 +21,7 @@ pub enum Side {
 pub enum GrpcCode {
     Unknown = 2,
     DeadlineExceeded = 4,
+    PermissionDenied = 7,
     ResourceExhausted = 8,
     Unimplemented = 12,
     Internal = 13,
@@ -86,6 +87,8 @@ pub enum RequestError {
     KeyUnknown(Box<NoClient>),
     /// The request lacks the part of a rule's key that names its client.
     CredentialsMissing(Box<NoClient>),
+    /// A deny entry denies the request, or its route does not allow it.
+    Denied,
     /// The field with the cost of the request is malformed or exceeds the maximum.
     Cost {
         rule: String,
@@ -235,6 +238,7 @@ error_kinds! {
     KeySetUnavailable  "key_set_unavailable"  Gateway  503 Unavailable       Warning false,
     OriginalRequest    "original_request"     Client   400 Internal          Quiet   true,
     CredentialsMissing "credentials_missing"  Client   401 Unauthenticated   Quiet   false,
+    Denied             "denied"               Client   403 PermissionDenied  Quiet   false,
 }
 
 impl RequestError {
@@ -342,6 +346,7 @@ impl fmt::Display for RequestError {
             RequestError::KeyUnknown(no_client) | RequestError::CredentialsMissing(no_client) => {
                 f.write_str(&no_client.detail)
             }
+            RequestError::Denied => f.write_str("access is denied"),
             RequestError::Cost { field, max, .. } => write!(f, "`{field}` is not one whole number from 0 to {max}"),
             RequestError::Body => f.write_str("the body of the request is incomplete or malformed"),
             RequestError::BodyTimeout => f.write_str("the body of the request took too long"),

@@ -285,12 +285,16 @@ impl ClientPlans {
         }
     }
 
-    /// The plan of a caller, as of a request with the same values.
-    pub fn plan_of(&self, caller: &CallerIdentity) -> Option<PlanId> {
+    /// The client of a caller, as of a request with the same values.
+    pub fn client_of(&self, caller: &CallerIdentity) -> Option<ClientId> {
         // The plan of a subject of no client is in its token only; the network of a client does not give it another.
         let by_network = || self.by_network.most_specific(caller.address.filter(|_| !caller.is_subject)?);
-        let client = caller.by_name.or(caller.by_api_key).or(caller.by_subject).or_else(by_network)?;
-        Some(self.clients[client].plan)
+        caller.by_name.or(caller.by_api_key).or(caller.by_subject).or_else(by_network)
+    }
+
+    /// The plan of [`ClientPlans::client_of`].
+    pub fn plan_of(&self, caller: &CallerIdentity) -> Option<PlanId> {
+        self.client_of(caller).map(|client| self.clients[client].plan)
     }
 }
 

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use http::{HeaderMap, HeaderName, header};
 
 use crate::RouteRulesId;
+use crate::access::{self, AccessControl};
 use crate::client_plans::{ClientCheck, ClientPlans};
 use crate::descriptors::DescriptorIndex;
 use crate::key_source::HashKey;
@@ -57,6 +58,8 @@ pub struct CompiledConfig {
     pub refusal_templates: IdVec<RuleId, RefusalTemplate>,
     /// Clients of the clients file.
     pub clients: Option<Arc<ClientPlans>>,
+    /// Who is let in; `None`: everyone.
+    pub access: Option<Arc<AccessControl>>,
     pub routes: IdVec<RouteId, CompiledRoute>,
     pub route_rules: IdVec<RouteRulesId, RouteRules>,
     /// Digests secret key parts for the shared store; `None` without one.
@@ -132,6 +135,7 @@ impl CompiledConfig {
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
             routes.push(CompiledRoute { rules, upstream: route.upstream, action });
         }
+        let access = AccessControl::new(&config, clients.as_deref()).map(Arc::new);
         let hash_keys = config.upstreams.map(|upstream| HashKey::new(&upstream.policy.balance));
         let key_fields = key_fields(&config);
         let claims = claims(&config);
@@ -163,6 +167,7 @@ impl CompiledConfig {
             published_keys,
             key_fields,
             clients,
+            access,
             overrides,
             client_checks,
             rule_set,
@@ -264,12 +269,12 @@ fn claims(config: &Config) -> Vec<String> {
     names.collect::<BTreeSet<_>>().into_iter().map(str::to_owned).collect()
 }
 
-/// Key parts of all rules and of client identification.
+/// Key parts of all rules, of client identification and of deny entries.
 fn parts(config: &Config) -> impl Iterator<Item = &KeyPart> {
     let clients = config.clients.iter().flat_map(|clients| clients.sources());
     let keys = config.rules.iter().flat_map(|rule| {
         let fallback: &[KeyPart] = if let OnMissing::Fallback(parts) = &rule.on_missing { parts } else { &[] };
         rule.key.iter().chain(fallback)
     });
-    keys.chain(clients)
+    keys.chain(clients).chain(access::denied_parts(config))
 }

@@ -5,11 +5,12 @@
 //! reads a clock, and the limiter decides.
 //!
 //! `compiled_config` is the entry point, and `resolved_request` finds the route and the keys of a request. Routes: `router`,
-//! `route_actions`, `descriptors`. Keys: `key_source`, `rate_limit_key`, `store_key_text`, `client_plans`, `overrides`,
+//! `route_actions`, `descriptors`. Who is let in: `access`. Keys: `key_source`, `rate_limit_key`, `store_key_text`, `client_plans`, `overrides`,
 //! `top_keys`. Responses: `responses` (with status codes), `ratelimit_headers`, `response_cost`.
 
 use transom_limiter::handles;
 
+pub mod access;
 pub mod client_plans;
 pub mod compiled_config;
 pub mod descriptors;

@@ -639,6 +639,7 @@ pub mod tests {
             rules: vec![RuleId::at(0)],
             cost: None,
             websocket: true,
+            allow: vec![],
         }
     }
 

@@ -443,6 +443,7 @@ mod tests {
             rules: Vec::new(),
             cost: None,
             websocket: true,
+            allow: vec![],
         }
     }
 

@@ -640,7 +640,10 @@ impl JsonFields {
             true => {}
         }
         // In lines without the decisions of rules, a 429 without the rule may come from the upstream server.
-        let is_known = self.has_route.is_some() && (self.has_decisions || self.has_refused_by || status != Some(429));
+        let is_denied = self.has_error && status == Some(403) && !self.has_decisions;
+        let is_known = self.has_route.is_some()
+            && !is_denied
+            && (self.has_decisions || self.has_refused_by || status != Some(429));
         let decision = is_known.then_some(match self.delay_ms {
             _ if self.has_refused_by => LoggedDecision::Refused,
             Some(_) => LoggedDecision::Delayed,

@@ -62,6 +62,8 @@ pub struct PlayCounts {
     pub unrouted: u64,
     /// Requests that the gateway would answer with an error.
     pub rejected: u64,
+    /// Requests that deny entries or allow lists deny.
+    pub denied: u64,
     /// Requests that no rule could decide, because the log lacks the keys.
     pub without_key: u64,
     /// Requests whose time is before that of a request already decided. They were decided at the later time.
@@ -264,6 +266,17 @@ impl Replay {
                 return false;
             }
         };
+        match resolved.denial(*now_ms) {
+            Ok(None) => {}
+            Ok(Some(_)) => {
+                counts.denied += 1;
+                return false;
+            }
+            Err(_) => {
+                counts.rejected += 1;
+                return false;
+            }
+        }
         counts.without_host += u64::from(logged.host.is_empty());
         counts.ignored_forwarded += u64::from(logged.ignores_forwarded);
         let (rules_id, rules) = (resolved.route.rules, resolved.rules);

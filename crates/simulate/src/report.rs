@@ -43,6 +43,7 @@ pub struct Lines {
     pub decided: u64,
     pub unrouted: u64,
     pub rejected: u64,
+    pub denied: u64,
     pub without_key: u64,
     pub bad: u64,
     pub out_of_order: u64,
@@ -136,6 +137,7 @@ impl Report {
                 decided: counts.played,
                 unrouted: counts.unrouted,
                 rejected: counts.rejected + read.rejected,
+                denied: counts.denied,
                 without_key: counts.without_key,
                 bad: read.bad,
                 out_of_order: read.out_of_order,
@@ -155,7 +157,7 @@ impl Report {
     }
 
     pub fn to_json(&self) -> Value {
-        let Lines { total, decided, unrouted, rejected, without_key, bad, out_of_order, late, same, different } =
+        let Lines { total, decided, unrouted, rejected, denied, without_key, bad, out_of_order, late, same, different } =
             self.lines;
         json!({
             "logs": self.logs,
@@ -163,7 +165,7 @@ impl Report {
             "last": self.time_text(self.last_ms),
             "lines": {
                 "total": total, "decided": decided, "unrouted": unrouted, "rejected": rejected,
-                "without_key": without_key, "bad": bad, "out_of_order": out_of_order, "late": late,
+                "denied": denied, "without_key": without_key, "bad": bad, "out_of_order": out_of_order, "late": late,
             },
             "as_logged": { "same": same, "different": different },
             "notes": self.notes,

@@ -104,9 +104,12 @@ impl Display for HtmlReport<'_> {
         if lines.same + lines.different > 0 {
             tiles.push(tile_of_share("decided as logged", lines.same, lines.same + lines.different));
         }
-        for (name, count) in
-            [("without a route", lines.unrouted), ("without the keys", lines.without_key), ("bad lines", lines.bad)]
-        {
+        for (name, count) in [
+            ("denied", lines.denied),
+            ("without a route", lines.unrouted),
+            ("without the keys", lines.without_key),
+            ("bad lines", lines.bad),
+        ] {
             if count > 0 {
                 tiles.push(tile_of_share(name, count, lines.total));
             }

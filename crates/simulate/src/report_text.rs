@@ -27,6 +27,7 @@ impl Display for Report {
         for (count, what) in [
             (lines.unrouted, "without a route"),
             (lines.rejected, "answered before any rule decides"),
+            (lines.denied, "denied"),
             (lines.without_key, "without the keys of the rules"),
             (lines.bad, "bad"),
             (lines.out_of_order, "out of order"),

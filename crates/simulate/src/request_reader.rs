@@ -20,6 +20,7 @@ use transom_limiter::handles::PlanPosition;
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Cost;
 use transom_rules::ClientId;
+use transom_rules::access::denied_parts;
 use transom_rules::compiled_config::CompiledConfig;
 use transom_rules::key_source::ConnectionValues;
 use transom_rules::resolved_request::{RequestView, ResolvedRequest};
@@ -227,10 +228,10 @@ impl LoggedRequest<'_> {
     }
 }
 
-/// The key parts of all rules and of client identification.
+/// The key parts of all rules, of client identification and of deny entries.
 fn key_parts(config: &Config) -> impl Iterator<Item = &KeyPart> {
     let clients = config.clients.iter().flat_map(|clients| clients.sources());
-    config.rules.iter().flat_map(|rule| &rule.key).chain(clients)
+    config.rules.iter().flat_map(|rule| &rule.key).chain(clients).chain(denied_parts(config))
 }
 
 /// The text of a span without escapes.

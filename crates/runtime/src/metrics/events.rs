@@ -31,6 +31,10 @@ static REFUNDED: Metric = counter(
     "transom_refunded_total",
     "Requests whose tokens were refunded because their response does not match count_when, by rule.",
 );
+static DENIED: Metric = counter(
+    "transom_denied_total",
+    "Denied requests by deny entry; allow: by the allow list of the route; other: by entries beyond the first hundred.",
+);
 static CLIENT_REQUESTS: Metric =
     counter("transom_client_requests_total", "Requests of the clients of the clients file, by plan and outcome.");
 static DECISION_DURATION: Metric =
@@ -126,6 +130,7 @@ pub static NAMES: &[&Metric] = &[
     &DECISIONS,
     &REFUSED,
     &REFUNDED,
+    &DENIED,
     &CLIENT_REQUESTS,
     &DECISION_DURATION,
     &SERVICE_CALLS,
@@ -437,6 +442,41 @@ impl ClientMetrics {
     /// `client` is the position in the clients file.
     pub fn decided(&self, client: usize, is_refused: bool) {
         self.outcomes[client][usize::from(is_refused)].add(1);
+    }
+}
+
+/// Denied requests by deny entry, in one worker.
+#[derive(Debug)]
+pub struct DenialMetrics {
+    registry: Arc<Registry>,
+    worker: WorkerId,
+    /// Of the entries that have denied a request.
+    cells: RefCell<BTreeMap<String, Arc<MetricCell>>>,
+}
+
+/// Deny entries that are counted apart.
+const DENIED_MAX: usize = 100;
+
+impl DenialMetrics {
+    /// Keeps the cells of `previous` for entries that there still are.
+    pub fn new(
+        registry: &Arc<Registry>,
+        worker: WorkerId,
+        previous: Option<&DenialMetrics>,
+        is_entry: impl Fn(&str) -> bool,
+    ) -> DenialMetrics {
+        let kept = previous.map(|previous| previous.cells.borrow().clone()).unwrap_or_default();
+        let kept = kept.into_iter().filter(|(entry, _)| is_entry(entry)).collect();
+        DenialMetrics { registry: Arc::clone(registry), worker, cells: RefCell::new(kept) }
+    }
+
+    pub fn denied(&self, entry: &str) {
+        let mut cells = self.cells.borrow_mut();
+        if !cells.contains_key(entry) {
+            let cell = self.registry.bounded_cell(&DENIED, self.worker, ("entry", entry), DENIED_MAX);
+            cells.insert(entry.to_owned(), cell);
+        }
+        cells[entry].add(1);
     }
 }
 

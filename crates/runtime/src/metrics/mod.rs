@@ -81,6 +81,23 @@ impl Registry {
         series_entry(&self.cells, name, worker, labels)
     }
 
+    /// As [`Registry::cell`], with one label whose values are not bounded by the configuration: once the metric has `max`
+    /// values, further ones are counted as `other`.
+    pub fn bounded_cell(
+        &self,
+        name: &Metric,
+        worker: WorkerId,
+        label: (&'static str, &str),
+        max: usize,
+    ) -> Arc<MetricCell> {
+        let labels = |value: &str| vec![Label::new(label.0, value.to_owned())];
+        let mut series = self.cells.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_known = series.contains_key(&(name.name, labels(label.1)));
+        let is_full = || series.keys().filter(|(known, _)| *known == name.name).count() >= max;
+        let value = if is_known || !is_full() { label.1 } else { "other" };
+        Arc::clone(series.entry((name.name, labels(value))).or_default().entry(worker).or_default())
+    }
+
     /// Removes all series of a metric.
     fn remove(&self, name: &Metric) {
         self.cells.lock().unwrap_or_else(PoisonError::into_inner).retain(|(known, _), _| *known != name.name);
