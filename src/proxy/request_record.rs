@@ -23,7 +23,7 @@ use crate::upstream::attempt_log::{AttemptLog, TracedAttempt};
 use crate::upstream::request_body::UploadProgress;
 use crate::upstream::response_body::UpstreamBodyError;
 use transom_config::upstream::{Server, Target as ConfiguredTarget};
-use transom_config::{RouteId, UpstreamId};
+use transom_config::{RouteId, ServerId, UpstreamId};
 use transom_http::error::{RequestError, Side};
 use transom_http::forwarded::ClientInfo;
 use transom_http::http1_head::FirstLine;
@@ -506,12 +506,13 @@ impl PendingEntry {
         entry.upstream = self.forwarded.map(|forwarded| {
             let upstream = &config.served.config.upstreams[forwarded.upstream];
             let log = &*forwarded.attempts;
-            let servers: &[Server] = match &upstream.target {
-                ConfiguredTarget::Servers(servers) => servers,
-                ConfiguredTarget::Echo => &[],
+            let server_of = |id: ServerId| match &upstream.target {
+                ConfiguredTarget::Servers(servers) => servers.get(id),
+                ConfiguredTarget::Echo => None,
             };
-            let server = servers.get(log.last_server.get()).filter(|_| log.attempts.get() > 0);
-            traced = log.traced().iter().map(|attempt| upstream_attempt(attempt, servers, started, now)).collect();
+            let server = log.last_server.get().and_then(server_of);
+            let attempt = |attempt: &TracedAttempt| upstream_attempt(attempt, server_of(attempt.server), started, now);
+            traced = log.traced().iter().map(attempt).collect();
             UpstreamUse {
                 upstream: upstream.name.clone(),
                 server: server.map(|server| server.url.clone()),
@@ -523,9 +524,13 @@ impl PendingEntry {
     }
 }
 
-/// What the span of an attempt says. The request runs from `started` to `now`.
-fn upstream_attempt(attempt: &TracedAttempt, servers: &[Server], started: Instant, now: Instant) -> UpstreamAttempt {
-    let server = servers.get(attempt.server);
+/// What the span of an attempt to use `server` says. The request runs from `started` to `now`.
+fn upstream_attempt(
+    attempt: &TracedAttempt,
+    server: Option<&Server>,
+    started: Instant,
+    now: Instant,
+) -> UpstreamAttempt {
     let outcome = attempt.outcome.map_or("closed", UpstreamOutcome::name);
     UpstreamAttempt {
         span_id: attempt.span_id,

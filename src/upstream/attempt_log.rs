@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use http::{HeaderMap, StatusCode};
 
+use transom_config::ServerId;
 use transom_http::trace_context::{SpanContext, TRACEPARENT, TRACESTATE, TraceParent, new_span_id};
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::events::UpstreamOutcome;
@@ -12,8 +13,8 @@ use transom_runtime::metrics::events::UpstreamOutcome;
 #[derive(Debug)]
 pub struct AttemptLog {
     pub attempts: Cell<u32>,
-    /// Position of the server of the last attempt.
-    pub last_server: Cell<usize>,
+    /// The server of the last attempt; `None` before the first.
+    pub last_server: Cell<Option<ServerId>>,
     trace: Option<Trace>,
 }
 
@@ -29,8 +30,7 @@ struct Trace {
 #[derive(Clone, Debug)]
 pub struct TracedAttempt {
     pub span_id: u64,
-    /// Position of the server.
-    pub server: usize,
+    pub server: ServerId,
     pub began: Instant,
     /// The head of the response has arrived, or the attempt has failed.
     pub ended: Option<Instant>,
@@ -51,9 +51,9 @@ impl AttemptLog {
     }
 
     /// An attempt begins, with these fields. In a trace, `traceparent` names the attempt.
-    pub fn attempt_began(&self, server: usize, fields: &mut HeaderMap, clock: &Clock) {
+    pub fn attempt_began(&self, server: ServerId, fields: &mut HeaderMap, clock: &Clock) {
         self.attempts.update(|attempts| attempts + 1);
-        self.last_server.set(server);
+        self.last_server.set(Some(server));
         let Some(trace) = &self.trace else { return };
         let span_id = new_span_id();
         fields.insert(TRACEPARENT, TraceParent { trace_id: trace.id, span_id, is_sampled: true }.to_value());

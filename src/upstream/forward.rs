@@ -27,10 +27,12 @@ use super::retry_budget::RetryBudget;
 use super::server_health::{AttemptResult, UpstreamHealth};
 use crate::informational::InformationalQueue;
 use crate::timer::Timer;
+use transom_config::ServerId;
 use transom_config::limits::Timeouts;
 use transom_config::upstream::Retries;
 use transom_http::error::RequestError;
 use transom_http::{headers, websocket_handshake};
+use transom_limiter::handles::{Handle as _, IdVec};
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::events::{UpstreamMetrics, UpstreamOutcome};
 use transom_runtime::metrics::upstream::{RetryMetrics, UpstreamLimit};
@@ -82,7 +84,7 @@ impl Drop for Attempt<'_> {
     fn drop(&mut self) {
         let (servers, server) = (self.forwarder, self.choice.server);
         if let Some(outcome) = self.outcome {
-            servers.metrics.request_ended(server, outcome);
+            servers.metrics.request_ended(server.index(), outcome);
         }
         if let Some(log) = self.log {
             log.attempt_ended(self.outcome, &servers.clock);
@@ -121,7 +123,7 @@ enum NextStep {
 impl Forwarder {
     pub fn new(
         upstream_health: Arc<UpstreamHealth>,
-        servers: Vec<Rc<ServerPool>>,
+        servers: IdVec<ServerId, Rc<ServerPool>>,
         meter: UpstreamMetrics,
         retries: RetryMetrics,
         clock: Clock,
@@ -140,7 +142,7 @@ impl Forwarder {
 
     /// The Host field for requests without one.
     pub fn authority(&self) -> HeaderValue {
-        self.load_balancer.servers()[0].pool.authority()
+        self.load_balancer.servers()[ServerId::FIRST].pool.authority()
     }
 
     /// Sends a request to one of the servers and returns the head of the response. The request is boxed because it is
@@ -234,7 +236,7 @@ impl Forwarder {
         let attempts = |retries: &Retries| retries.attempts.map_or_else(default, |attempts| attempts as usize);
         let left = self.upstream_health.policy.retries.as_ref().map_or(0, attempts);
         let deadline = limits.request.map(|limit| self.clock.instant() + limit);
-        let is_exclusive = traits.is_upgrade && !self.load_balancer.servers()[0].pool.is_http2();
+        let is_exclusive = traits.is_upgrade && !self.load_balancer.servers()[ServerId::FIRST].pool.is_http2();
         Ok(Forwarding {
             traits,
             tried: TriedServers::new(),
@@ -475,7 +477,7 @@ impl Forwarder {
 
     /// Chooses the server for the next attempt. The result of the last attempt is reported first.
     fn next_server(&self, forwarding: &mut Forwarding, attempt: Attempt<'_>) -> Choice {
-        forwarding.tried.push(attempt.choice.server as u32);
+        forwarding.tried.push(attempt.choice.server);
         forwarding.needs_new_connection = false;
         drop(attempt);
         self.load_balancer.choose_next(

@@ -18,7 +18,8 @@ use tokio::time::{sleep, timeout};
 
 use super::pool::ConnectionPool;
 use super::request_body::RequestBody;
-use super::server_health::UpstreamHealth;
+use super::server_health::{MonitoredServer, UpstreamHealth};
+use transom_config::ServerId;
 use transom_config::upstream::{HealthChecks, Server, TransportSettings};
 use transom_runtime::clock::Clock;
 
@@ -32,8 +33,8 @@ struct CheckedServer {
     server: Server,
     transport: TransportSettings,
     health: HealthChecks,
-    /// Where results go, and the position of the server there.
-    reports_to: Rc<RefCell<(Arc<UpstreamHealth>, usize)>>,
+    /// Where results go, and the server there.
+    reports_to: Rc<RefCell<(Arc<UpstreamHealth>, ServerId)>>,
     task: JoinHandle<()>,
 }
 
@@ -56,9 +57,9 @@ pub async fn run(mut upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,
         let mut before = std::mem::take(&mut checked);
         for upstream_health in &current {
             let Some(health) = &upstream_health.policy.health else { continue };
-            for (position, server) in upstream_health.servers.iter().enumerate() {
+            for (id, MonitoredServer { server, .. }) in upstream_health.servers.enumerate() {
                 let name = (upstream_health.name.clone(), server.url.clone());
-                let reports_to = (Arc::clone(upstream_health), position);
+                let reports_to = (Arc::clone(upstream_health), id);
                 let is_same = |server_checks: &CheckedServer| {
                     server_checks.server.equals_except_weight(server)
                         && server_checks.transport == upstream_health.transport
@@ -92,7 +93,7 @@ fn start_checks(
     server: Server,
     transport: TransportSettings,
     health: HealthChecks,
-    reports_to: (Arc<UpstreamHealth>, usize),
+    reports_to: (Arc<UpstreamHealth>, ServerId),
     clock: &Clock,
 ) -> CheckedServer {
     let reports_to = Rc::new(RefCell::new(reports_to));
@@ -105,7 +106,7 @@ async fn check_repeatedly(
     server: Server,
     transport: TransportSettings,
     health: HealthChecks,
-    reports_to: Rc<RefCell<(Arc<UpstreamHealth>, usize)>>,
+    reports_to: Rc<RefCell<(Arc<UpstreamHealth>, ServerId)>>,
     clock: Clock,
 ) {
     sleep(health.interval.min(FIRST_CHECK_SPREAD).mul_f64(fastrand::f64())).await;
@@ -119,18 +120,18 @@ async fn check_repeatedly(
         };
         // Every check uses a new connection.
         pool.sweep(Duration::ZERO);
-        let (upstream_health, position) = reports_to.borrow().clone();
-        let is_first = upstream_health.record_check(position, result.is_ok());
+        let (upstream_health, server) = reports_to.borrow().clone();
+        let is_first = upstream_health.record_check(server, result.is_ok());
         // Results in a row that contradict the current state.
-        consecutive = if upstream_health.is_healthy(position) == result.is_ok() { 0 } else { consecutive + 1 };
+        consecutive = if upstream_health.is_healthy(server) == result.is_ok() { 0 } else { consecutive + 1 };
         let enough = if result.is_ok() { health.healthy_after } else { health.unhealthy_after };
         if consecutive >= enough || (is_first && consecutive > 0) {
             consecutive = 0;
             let why = result.as_ref().err().map_or("", String::as_str);
-            upstream_health.set_healthy(position, result.is_ok(), clock.instant(), why);
+            upstream_health.set_healthy(server, result.is_ok(), clock.instant(), why);
         }
-        if result.is_ok() && upstream_health.is_healthy(position) {
-            upstream_health.end_ejection(position, clock.instant(), "it passed a health check");
+        if result.is_ok() && upstream_health.is_healthy(server) {
+            upstream_health.end_ejection(server, clock.instant(), "it passed a health check");
         }
         sleep(with_jitter(health.interval)).await;
     }

@@ -18,13 +18,15 @@ use smallvec::SmallVec;
 use super::pool::ServerPool;
 use super::request_body::RequestBody;
 use super::server_health::{ChoiceReason, ServerStatus, UpstreamHealth};
+use transom_config::ServerId;
 use transom_config::upstream::LoadBalancing;
+use transom_limiter::handles::{Handle as _, IdVec};
 use transom_limiter::key::Seed;
 use transom_runtime::clock::Clock;
 
 /// Chooses servers of one upstream, for one worker.
 pub struct LoadBalancer {
-    servers: Vec<Rc<ServerPool>>,
+    servers: IdVec<ServerId, Rc<ServerPool>>,
     /// Hashes of the servers' URLs; equal on all gateways, so that they choose alike.
     name_hashes: Vec<u64>,
     view: RefCell<ServersView>,
@@ -37,13 +39,13 @@ pub struct LoadBalancer {
 /// The servers at the last refresh.
 struct ServersView {
     /// 0: not chosen.
-    weights: Vec<u32>,
-    statuses: Vec<ServerStatus>,
+    weights: IdVec<ServerId, u32>,
+    statuses: IdVec<ServerId, ServerStatus>,
     turns: Vec<i64>,
 }
 
 impl ServersView {
-    fn choice(&self, server: usize) -> Choice {
+    fn choice(&self, server: ServerId) -> Choice {
         let is_ejected = matches!(self.statuses[server], ServerStatus::Ejected(_));
         Choice { server, reason: if is_ejected { ChoiceReason::Ejected } else { ChoiceReason::Available } }
     }
@@ -57,12 +59,12 @@ fn is_working(state: ServerStatus) -> bool {
 /// The chosen server.
 #[derive(Clone, Copy)]
 pub struct Choice {
-    pub server: usize,
+    pub server: ServerId,
     pub reason: ChoiceReason,
 }
 
 /// The servers that a request was already sent to.
-pub type TriedServers = SmallVec<[u32; 4]>;
+pub type TriedServers = SmallVec<[ServerId; 4]>;
 
 /// The properties of a request that the choice of a server and a connection depends on.
 #[derive(Clone, Copy)]
@@ -93,14 +95,14 @@ fn is_idempotent(method: &Method) -> bool {
 }
 
 impl LoadBalancer {
-    pub fn new(upstream_health: &UpstreamHealth, servers: Vec<Rc<ServerPool>>) -> LoadBalancer {
+    pub fn new(upstream_health: &UpstreamHealth, servers: IdVec<ServerId, Rc<ServerPool>>) -> LoadBalancer {
         let count = servers.len();
         LoadBalancer {
             servers,
-            name_hashes: upstream_health.servers.iter().map(|server| Seed::SHARED.hash(&[&server.url])).collect(),
+            name_hashes: upstream_health.servers.iter().map(|known| Seed::SHARED.hash(&[&known.server.url])).collect(),
             view: RefCell::new(ServersView {
-                weights: vec![0; count],
-                statuses: vec![ServerStatus::Unhealthy; count],
+                weights: vec![0; count].into(),
+                statuses: vec![ServerStatus::Unhealthy; count].into(),
                 turns: vec![0; count],
             }),
             seen_changes: Cell::new(0),
@@ -108,14 +110,14 @@ impl LoadBalancer {
         }
     }
 
-    pub fn servers(&self) -> &[Rc<ServerPool>] {
+    pub fn servers(&self) -> &IdVec<ServerId, Rc<ServerPool>> {
         &self.servers
     }
 
     /// The server for the first attempt.
     pub fn choose_first(&self, upstream_health: &Arc<UpstreamHealth>, traits: RequestTraits, clock: &Clock) -> Choice {
         if self.servers.len() == 1 {
-            return Choice { server: 0, reason: ChoiceReason::Available };
+            return Choice { server: ServerId::FIRST, reason: ChoiceReason::Available };
         }
         let mut view = self.view.borrow_mut();
         if !(self.is_settled.get() && self.seen_changes.get() == upstream_health.changes()) {
@@ -125,7 +127,7 @@ impl LoadBalancer {
                 return Choice { server, reason: ChoiceReason::Trial };
             }
         }
-        let server = self.pick(upstream_health, &mut view, traits.hash_key).unwrap_or(0);
+        let server = self.pick(upstream_health, &mut view, traits.hash_key).unwrap_or(ServerId::FIRST);
         view.choice(server)
     }
 
@@ -141,8 +143,8 @@ impl LoadBalancer {
     ) -> Choice {
         let mut view = self.view.borrow_mut();
         self.refresh(upstream_health, &mut view, upstream_health.elapsed_ms(now));
-        let is_untried = |server: usize| !tried.contains(&(server as u32));
-        let mut pick = |may: &dyn Fn(usize, ServerStatus) -> bool| {
+        let is_untried = |server| !tried.contains(&server);
+        let mut pick = |may: &dyn Fn(ServerId, ServerStatus) -> bool| {
             self.pick_where(upstream_health, &mut view, traits.hash_key, may)
         };
         let server =
@@ -153,7 +155,7 @@ impl LoadBalancer {
                 .or_else(|| pick(&|_, state| is_working(state) || matches!(state, ServerStatus::Failing(_))))
                 .or_else(|| pick(&|server, _| is_untried(server)))
                 .or_else(|| pick(&|_, _| true));
-        view.choice(server.unwrap_or(0))
+        view.choice(server.unwrap_or(ServerId::FIRST))
     }
 
     /// Whether there is a server that works, whose last request did not fail, and that is neither `server` nor one of
@@ -161,13 +163,13 @@ impl LoadBalancer {
     pub fn has_other(
         &self,
         upstream_health: &UpstreamHealth,
-        server: usize,
+        server: ServerId,
         tried: &TriedServers,
         now: Instant,
     ) -> bool {
         let now_ms = upstream_health.elapsed_ms(now);
-        let is_other = |other: &usize| *other != server && !tried.contains(&(*other as u32));
-        let mut others = (0..self.servers.len()).filter(is_other);
+        let is_other = |other: &ServerId| *other != server && !tried.contains(other);
+        let mut others = self.servers.ids().filter(is_other);
         others.any(|other| is_working(upstream_health.status(other, now_ms)) && !upstream_health.failed_last(other))
     }
 
@@ -176,7 +178,7 @@ impl LoadBalancer {
         // Read before the states, so that a change between the two reads refreshes the view again.
         self.seen_changes.set(upstream_health.changes());
         let mut is_settled = true;
-        for server in 0..self.servers.len() {
+        for server in self.servers.ids() {
             let state = upstream_health.status(server, now_ms);
             view.statuses[server] = state;
             is_settled &= matches!(state, ServerStatus::InUse(_) | ServerStatus::Unhealthy);
@@ -188,7 +190,7 @@ impl LoadBalancer {
         if !view.statuses.iter().any(|state| is_working(*state)) {
             // No server is known to work. Ejected servers may work; if all are unhealthy, any may.
             let all_down = view.statuses.iter().all(|state| *state == ServerStatus::Unhealthy);
-            for (server, state) in view.statuses.iter().enumerate() {
+            for (server, state) in view.statuses.enumerate() {
                 if matches!(state, ServerStatus::Ejected(_)) || all_down {
                     view.weights[server] = upstream_health.full_weight(server);
                 }
@@ -204,10 +206,10 @@ impl LoadBalancer {
         view: &mut ServersView,
         traits: RequestTraits,
         now_ms: u64,
-    ) -> Option<usize> {
+    ) -> Option<ServerId> {
         let ejection_ms =
             upstream_health.policy.ejection.as_ref().map_or(0, |ejection| ejection.time.as_millis() as u64);
-        let due = (0..self.servers.len()).find(|server| view.statuses[*server] == ServerStatus::Ejected(0))?;
+        let due = self.servers.ids().find(|server| view.statuses[*server] == ServerStatus::Ejected(0))?;
         if !traits.is_repeatable && upstream_health.trial_overdue_ms(due, now_ms) < ejection_ms {
             return None;
         }
@@ -222,9 +224,14 @@ impl LoadBalancer {
         upstream_health.claim_trial(due, now_ms).then_some(due)
     }
 
-    fn pick(&self, upstream_health: &UpstreamHealth, view: &mut ServersView, key: Option<NonZeroU64>) -> Option<usize> {
+    fn pick(
+        &self,
+        upstream_health: &UpstreamHealth,
+        view: &mut ServersView,
+        key: Option<NonZeroU64>,
+    ) -> Option<ServerId> {
         let ServersView { weights, turns, .. } = view;
-        self.pick_by_policy(&upstream_health.policy.balance, weights, turns, key)
+        self.pick_by_policy(&upstream_health.policy.balance, weights.as_slice(), turns, key)
     }
 
     /// Picks among the servers that `may` accepts; those out of use count with their full weight.
@@ -233,14 +240,14 @@ impl LoadBalancer {
         upstream_health: &UpstreamHealth,
         view: &mut ServersView,
         key: Option<NonZeroU64>,
-        may: impl Fn(usize, ServerStatus) -> bool,
-    ) -> Option<usize> {
-        let weight = |server: usize| match view.statuses[server] {
+        may: impl Fn(ServerId, ServerStatus) -> bool,
+    ) -> Option<ServerId> {
+        let weight = |server| match view.statuses[server] {
             state if !may(server, state) => 0,
             ServerStatus::InUse(weight) | ServerStatus::SlowStart(weight) | ServerStatus::Failing(weight) => weight,
             ServerStatus::Ejected(_) | ServerStatus::Unhealthy => upstream_health.full_weight(server),
         };
-        let weights: SmallVec<[u32; 16]> = (0..self.servers.len()).map(weight).collect();
+        let weights: SmallVec<[u32; 16]> = self.servers.ids().map(weight).collect();
         self.pick_by_policy(&upstream_health.policy.balance, &weights, &mut view.turns, key)
     }
 
@@ -250,14 +257,16 @@ impl LoadBalancer {
         weights: &[u32],
         turns: &mut [i64],
         key: Option<NonZeroU64>,
-    ) -> Option<usize> {
-        match (balance, key) {
+    ) -> Option<ServerId> {
+        let position = match (balance, key) {
             (LoadBalancing::RoundRobin, _) => round_robin(weights, turns),
             (LoadBalancing::Hash(_), Some(key)) => rendezvous(weights, &self.name_hashes, key.get()),
             (LoadBalancing::LeastRequests | LoadBalancing::Hash(_), _) => {
-                least_requests(weights, |server| self.servers[server].active_requests(), |below| fastrand::u64(..below))
+                let active_requests = |position| self.servers[ServerId::at(position)].active_requests();
+                least_requests(weights, active_requests, |below| fastrand::u64(..below))
             }
-        }
+        };
+        position.map(ServerId::at)
     }
 }
 

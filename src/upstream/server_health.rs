@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::request_limit::RequestLimit;
-use transom_config::Config;
 use transom_config::upstream::{Ejection, Server, Target, TransportSettings, Upstream, UpstreamPolicy};
+use transom_config::{Config, ServerId};
+use transom_limiter::handles::IdVec;
 use transom_runtime::metrics::Registry;
 use transom_runtime::metrics::upstream::ServerMetrics;
 
@@ -34,11 +35,17 @@ pub struct UpstreamHealth {
     pub policy: UpstreamPolicy,
     /// Workers that limits of the whole process are divided among.
     pub workers: usize,
-    pub servers: Vec<Server>,
-    states: Vec<Arc<ServerState>>,
+    pub servers: IdVec<ServerId, MonitoredServer>,
     /// Shared by all configurations of this upstream.
     shared: Arc<SharedState>,
     pub request_limit: Arc<RequestLimit>,
+}
+
+/// A server and its health.
+#[derive(Debug)]
+pub struct MonitoredServer {
+    pub server: Server,
+    state: Arc<ServerState>,
 }
 
 /// State that an upstream keeps over reloads.
@@ -113,21 +120,22 @@ impl UpstreamHealth {
         now: Instant,
     ) -> UpstreamHealth {
         let servers = match &upstream.target {
-            Target::Servers(servers) => servers.clone(),
-            Target::Echo => Vec::new(),
+            Target::Servers(servers) => servers.as_slice(),
+            Target::Echo => &[],
         };
         let shared = previous.map_or_else(|| Arc::new(SharedState::new(now)), |previous| Arc::clone(&previous.shared));
         let request_limit = previous.map_or_else(Arc::default, |previous| Arc::clone(&previous.request_limit));
         let mut states_by_url = shared.lock();
         states_by_url.retain(|_, state| state.strong_count() > 0);
-        let state = |server: &Server| {
+        let mut state = |server: &Server| {
             states_by_url.get(&server.url).and_then(Weak::upgrade).unwrap_or_else(|| {
                 let state = Arc::new(ServerState::new(ServerMetrics::new(registry, &upstream.name, &server.url)));
                 states_by_url.insert(server.url.clone(), Arc::downgrade(&state));
                 state
             })
         };
-        let states: Vec<_> = servers.iter().map(state).collect();
+        let servers =
+            servers.iter().map(|server| MonitoredServer { server: server.clone(), state: state(server) }).collect();
         drop(states_by_url);
         let upstream_health = UpstreamHealth {
             name: upstream.name.clone(),
@@ -135,7 +143,6 @@ impl UpstreamHealth {
             policy: upstream.policy.clone(),
             workers,
             servers,
-            states,
             shared,
             request_limit,
         };
@@ -147,7 +154,7 @@ impl UpstreamHealth {
     /// Clears the results of health checks and ejection that the new configuration disables.
     fn clear_disabled_checks(&self) {
         let _held = self.shared.lock();
-        for state in &self.states {
+        for MonitoredServer { state, .. } in &self.servers {
             if self.policy.health.is_none() && !state.is_healthy.swap(true, Relaxed) {
                 state.metrics.set_up(true);
             }
@@ -172,8 +179,8 @@ impl UpstreamHealth {
         now.saturating_duration_since(self.shared.origin).as_millis() as u64 + 1
     }
 
-    pub fn status(&self, server: usize, now_ms: u64) -> ServerStatus {
-        let state = &self.states[server];
+    pub fn status(&self, server: ServerId, now_ms: u64) -> ServerStatus {
+        let state = &self.servers[server].state;
         if !state.is_healthy.load(Relaxed) {
             return ServerStatus::Unhealthy;
         }
@@ -195,23 +202,23 @@ impl UpstreamHealth {
     }
 
     /// Whether the last request to a server failed.
-    pub fn failed_last(&self, server: usize) -> bool {
-        self.states[server].failures_in_a_row.load(Relaxed) != 0
+    pub fn failed_last(&self, server: ServerId) -> bool {
+        self.servers[server].state.failures_in_a_row.load(Relaxed) != 0
     }
 
-    pub fn full_weight(&self, server: usize) -> u32 {
-        self.servers[server].weight * WEIGHT_UNIT
+    pub fn full_weight(&self, server: ServerId) -> u32 {
+        self.servers[server].server.weight * WEIGHT_UNIT
     }
 
     /// How long a trial of a server has been due.
-    pub fn trial_overdue_ms(&self, server: usize, now_ms: u64) -> u64 {
-        now_ms.saturating_sub(self.states[server].ejected_until_ms.load(Relaxed))
+    pub fn trial_overdue_ms(&self, server: ServerId, now_ms: u64) -> u64 {
+        now_ms.saturating_sub(self.servers[server].state.ejected_until_ms.load(Relaxed))
     }
 
     /// Claims the trial of a server whose ejection time is over. No other request gets it until the trial ends, or the
     /// ejection time has passed once more.
-    pub fn claim_trial(&self, server: usize, now_ms: u64) -> bool {
-        let (Some(ejection), state) = (self.ejection(), &self.states[server]) else { return false };
+    pub fn claim_trial(&self, server: ServerId, now_ms: u64) -> bool {
+        let (Some(ejection), state) = (self.ejection(), &self.servers[server].state) else { return false };
         let until_ms = state.ejected_until_ms.load(Relaxed);
         // Ordering: relaxed; a single number, and the first to change it has the trial.
         until_ms != 0
@@ -223,8 +230,8 @@ impl UpstreamHealth {
     }
 
     /// Reports the result of a request. A success ends an ejection, unless the request was sent before the ejection.
-    pub fn report(&self, server: usize, result: AttemptResult, chosen: ChoiceReason, now: impl FnOnce() -> Instant) {
-        let state = &self.states[server];
+    pub fn report(&self, server: ServerId, result: AttemptResult, chosen: ChoiceReason, now: impl FnOnce() -> Instant) {
+        let state = &self.servers[server].state;
         let is_trial = chosen == ChoiceReason::Trial;
         match result {
             AttemptResult::Success => {
@@ -257,12 +264,12 @@ impl UpstreamHealth {
         }
     }
 
-    fn eject(&self, server: usize, ejection: &Ejection, now_ms: u64, failures: u32, is_trial: bool) {
+    fn eject(&self, server: ServerId, ejection: &Ejection, now_ms: u64, failures: u32, is_trial: bool) {
         let _held = self.shared.lock();
-        let state = &self.states[server];
+        let state = &self.servers[server].state;
         let was_ejected = state.ejected_until_ms.load(Relaxed) != 0;
-        let ejected = self.states.iter().filter(|other| other.ejected_until_ms.load(Relaxed) != 0).count();
-        let ejected_max = (self.states.len() * usize::from(ejection.max_ejected) / 100).max(1);
+        let ejected = self.servers.iter().filter(|other| other.state.ejected_until_ms.load(Relaxed) != 0).count();
+        let ejected_max = (self.servers.len() * usize::from(ejection.max_ejected) / 100).max(1);
         // While a server is ejected, only the result of its trial counts. After the ejection has ended otherwise, a
         // trial counts as any other request.
         let is_ejected = if was_ejected { is_trial } else { failures >= ejection.failures && ejected < ejected_max };
@@ -280,7 +287,7 @@ impl UpstreamHealth {
         state.failures_in_a_row.store(0, Relaxed);
         state.metrics.set_ejected(true);
         self.shared.changes.fetch_add(1, Relaxed);
-        let (upstream, url, for_ms) = (&self.name, &self.servers[server].url, saturating_ms(time));
+        let (upstream, url, for_ms) = (&self.name, &self.servers[server].server.url, saturating_ms(time));
         if was_ejected {
             tracing::debug!(upstream, server = url, for_ms, "the server is still failing");
         } else {
@@ -297,27 +304,27 @@ impl UpstreamHealth {
     }
 
     /// Ends the ejection of a server, if it is ejected.
-    pub fn end_ejection(&self, server: usize, now: Instant, why: &str) {
+    pub fn end_ejection(&self, server: ServerId, now: Instant, why: &str) {
         let _held = self.shared.lock();
-        let state = &self.states[server];
+        let state = &self.servers[server].state;
         if state.ejected_until_ms.swap(0, Relaxed) != 0 {
             state.returned_ms.store(self.elapsed_ms(now), Relaxed);
             state.failures_in_a_row.store(0, Relaxed);
             state.metrics.set_ejected(false);
             self.shared.changes.fetch_add(1, Relaxed);
-            tracing::info!(upstream = self.name, server = self.servers[server].url, "the server is back: {why}");
+            tracing::info!(upstream = self.name, server = self.servers[server].server.url, "the server is back: {why}");
         }
     }
 
     /// Sets the result of the active checks; logs it if it changes.
-    pub fn set_healthy(&self, server: usize, up: bool, now: Instant, why: &str) {
+    pub fn set_healthy(&self, server: ServerId, up: bool, now: Instant, why: &str) {
         let _held = self.shared.lock();
-        let state = &self.states[server];
+        let state = &self.servers[server].state;
         if state.is_healthy.swap(up, Relaxed) == up {
             return;
         }
         state.metrics.set_up(up);
-        let (upstream, url) = (&self.name, &self.servers[server].url);
+        let (upstream, url) = (&self.name, &self.servers[server].server.url);
         if up {
             state.returned_ms.store(self.elapsed_ms(now), Relaxed);
             tracing::info!(upstream, server = url, "the server is healthy");
@@ -327,31 +334,31 @@ impl UpstreamHealth {
         self.shared.changes.fetch_add(1, Relaxed);
     }
 
-    pub fn is_healthy(&self, server: usize) -> bool {
-        self.states[server].is_healthy.load(Relaxed)
+    pub fn is_healthy(&self, server: ServerId) -> bool {
+        self.servers[server].state.is_healthy.load(Relaxed)
     }
 
     /// Counts an active check. Returns whether it was the server's first.
-    pub fn record_check(&self, server: usize, passed: bool) -> bool {
-        self.states[server].metrics.checked(passed);
-        !self.states[server].was_checked.swap(true, Relaxed)
+    pub fn record_check(&self, server: ServerId, passed: bool) -> bool {
+        self.servers[server].state.metrics.checked(passed);
+        !self.servers[server].state.was_checked.swap(true, Relaxed)
     }
 
     /// The servers that cannot be used, or whose last request failed.
     pub fn troubled_servers(&self, now: Instant) -> impl Iterator<Item = &str> {
         let now_ms = self.elapsed_ms(now);
-        let servers = self.servers.iter().enumerate();
+        let servers = self.servers.enumerate();
         let is_in_use =
             move |server| matches!(self.status(server, now_ms), ServerStatus::InUse(_) | ServerStatus::SlowStart(_));
         let troubled = servers.filter(move |(server, _)| !is_in_use(*server) || self.failed_last(*server));
-        troubled.map(|(_, server)| server.url.as_str())
+        troubled.map(|(_, monitored)| monitored.server.url.as_str())
     }
 
     /// The upstream's state as the admin API shows it.
     pub fn to_json(&self, now: Instant) -> Value {
         let now_ms = self.elapsed_ms(now);
-        let server = |(position, server): (usize, &Server)| {
-            let (state, weight) = match self.status(position, now_ms) {
+        let server = |(id, MonitoredServer { server, state }): (ServerId, &MonitoredServer)| {
+            let (status, weight) = match self.status(id, now_ms) {
                 ServerStatus::InUse(weight) => ("in", weight),
                 ServerStatus::SlowStart(weight) => ("slow-start", weight),
                 ServerStatus::Failing(weight) => ("failing", weight),
@@ -362,14 +369,14 @@ impl UpstreamHealth {
                 "url": server.url,
                 "weight": server.weight,
                 "effective_weight": f64::from(weight) / f64::from(WEIGHT_UNIT),
-                "state": state,
-                "failures_in_a_row": self.states[position].failures_in_a_row.load(Relaxed),
+                "state": status,
+                "failures_in_a_row": state.failures_in_a_row.load(Relaxed),
             })
         };
         json!({
             "name": self.name,
             "pending": self.request_limit.pending(),
-            "servers": self.servers.iter().enumerate().map(server).collect::<Vec<_>>(),
+            "servers": self.servers.enumerate().map(server).collect::<Vec<_>>(),
         })
     }
 }
@@ -434,9 +441,15 @@ impl Drop for ServerState {
 mod tests {
     use super::*;
     use transom_config::upstream::{HostField, Scheme, UpstreamProtocol};
+    use transom_limiter::handles::Handle as _;
     use transom_runtime::clock::Clock;
 
     const MS: Duration = Duration::from_millis(1);
+    const FIRST: ServerId = ServerId::FIRST;
+
+    fn other() -> ServerId {
+        ServerId::at(1)
+    }
 
     fn upstream_health(
         count: u16,
@@ -452,7 +465,7 @@ mod tests {
             weight: 2,
         };
         let policy = UpstreamPolicy { ejection: Some(ejection), slow_start: 100 * MS, ..UpstreamPolicy::default() };
-        let servers: Vec<Server> = (1..=count).map(server).collect();
+        let servers = (1..=count).map(server).collect();
         let transport =
             TransportSettings { protocol: UpstreamProtocol::Http1, host: HostField::Keep, tls: None, resolve: MS };
         let upstream = Upstream { name: "u".to_owned(), target: Target::Servers(servers), transport, policy };
@@ -463,12 +476,12 @@ mod tests {
         Ejection { failures: 3, time: 100 * MS, max_time: 350 * MS, max_ejected, ..Ejection::default() }
     }
 
-    fn fail(upstream_health: &UpstreamHealth, server: usize, times: u32, now: Instant) {
+    fn fail(upstream_health: &UpstreamHealth, server: ServerId, times: u32, now: Instant) {
         (0..times)
             .for_each(|_| upstream_health.report(server, AttemptResult::Failure, ChoiceReason::Available, || now));
     }
 
-    fn is_out(upstream_health: &UpstreamHealth, server: usize, now: Instant) -> bool {
+    fn is_out(upstream_health: &UpstreamHealth, server: ServerId, now: Instant) -> bool {
         matches!(upstream_health.status(server, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(_))
     }
 
@@ -477,16 +490,16 @@ mod tests {
         let now = Clock::manual(0).instant();
         let upstream_health = upstream_health(2, ejection(50), None, now);
         for _ in 0..5 {
-            fail(&upstream_health, 0, 2, now);
-            upstream_health.report(0, AttemptResult::Success, ChoiceReason::Available, || now);
+            fail(&upstream_health, FIRST, 2, now);
+            upstream_health.report(FIRST, AttemptResult::Success, ChoiceReason::Available, || now);
         }
-        assert!(!is_out(&upstream_health, 0, now));
+        assert!(!is_out(&upstream_health, FIRST, now));
         let changes = upstream_health.changes();
-        fail(&upstream_health, 0, 3, now);
-        assert!(is_out(&upstream_health, 0, now) && upstream_health.changes() > changes);
+        fail(&upstream_health, FIRST, 3, now);
+        assert!(is_out(&upstream_health, FIRST, now) && upstream_health.changes() > changes);
         // Results of requests that were in flight then are ignored.
-        fail(&upstream_health, 0, 9, now);
-        assert_eq!(upstream_health.status(0, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(100));
+        fail(&upstream_health, FIRST, 9, now);
+        assert_eq!(upstream_health.status(FIRST, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(100));
     }
 
     #[test]
@@ -494,8 +507,8 @@ mod tests {
         let now = Clock::manual(0).instant();
         for (count, share, wanted) in [(1, 100, 0), (2, 10, 1), (3, 50, 1), (4, 50, 2), (5, 100, 5), (5, 0, 0)] {
             let upstream_health = upstream_health(count, ejection(share), None, now);
-            (0..usize::from(count)).for_each(|server| fail(&upstream_health, server, 3, now));
-            let out = (0..usize::from(count)).filter(|server| is_out(&upstream_health, *server, now)).count();
+            upstream_health.servers.ids().for_each(|server| fail(&upstream_health, server, 3, now));
+            let out = upstream_health.servers.ids().filter(|server| is_out(&upstream_health, *server, now)).count();
             assert_eq!(out, wanted, "{count} servers, {share} %");
         }
     }
@@ -504,119 +517,122 @@ mod tests {
     fn one_request_is_the_trial_and_each_failure_doubles_the_ejection() {
         let start = Clock::manual(0).instant();
         let upstream_health = upstream_health(2, ejection(50), None, start);
-        fail(&upstream_health, 1, 3, start);
+        fail(&upstream_health, other(), 3, start);
         let mut now = start;
         for (lasts, next) in [(100, 200), (200, 350), (350, 350)] {
-            assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(lasts));
-            assert!(!upstream_health.claim_trial(1, upstream_health.elapsed_ms(now + (lasts as u32 - 1) * MS)));
+            assert_eq!(upstream_health.status(other(), upstream_health.elapsed_ms(now)), ServerStatus::Ejected(lasts));
+            assert!(!upstream_health.claim_trial(other(), upstream_health.elapsed_ms(now + (lasts as u32 - 1) * MS)));
             now += lasts as u32 * MS;
             assert!(
-                upstream_health.claim_trial(1, upstream_health.elapsed_ms(now))
-                    && !upstream_health.claim_trial(1, upstream_health.elapsed_ms(now)),
+                upstream_health.claim_trial(other(), upstream_health.elapsed_ms(now))
+                    && !upstream_health.claim_trial(other(), upstream_health.elapsed_ms(now)),
                 "one only"
             );
-            upstream_health.report(1, AttemptResult::Failure, ChoiceReason::Trial, || now);
-            assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(next));
+            upstream_health.report(other(), AttemptResult::Failure, ChoiceReason::Trial, || now);
+            assert_eq!(upstream_health.status(other(), upstream_health.elapsed_ms(now)), ServerStatus::Ejected(next));
         }
         // A canceled trial leaves the trial to the next request.
         now += 350 * MS;
-        assert!(upstream_health.claim_trial(1, upstream_health.elapsed_ms(now)));
-        upstream_health.report(1, AttemptResult::Unknown, ChoiceReason::Trial, || now);
-        assert!(upstream_health.claim_trial(1, upstream_health.elapsed_ms(now)));
-        upstream_health.report(1, AttemptResult::Success, ChoiceReason::Trial, || now);
+        assert!(upstream_health.claim_trial(other(), upstream_health.elapsed_ms(now)));
+        upstream_health.report(other(), AttemptResult::Unknown, ChoiceReason::Trial, || now);
+        assert!(upstream_health.claim_trial(other(), upstream_health.elapsed_ms(now)));
+        upstream_health.report(other(), AttemptResult::Success, ChoiceReason::Trial, || now);
         // The cancellation of a trial has no effect now.
-        upstream_health.report(1, AttemptResult::Unknown, ChoiceReason::Trial, || now);
+        upstream_health.report(other(), AttemptResult::Unknown, ChoiceReason::Trial, || now);
         // The server is back, and starts with a tenth of its weight.
-        let weight = |after: u32| upstream_health.status(1, upstream_health.elapsed_ms(now + after * MS));
+        let weight = |after: u32| upstream_health.status(other(), upstream_health.elapsed_ms(now + after * MS));
         assert_eq!((weight(0), weight(50)), (ServerStatus::SlowStart(204), ServerStatus::SlowStart(1126)));
         assert_eq!(weight(100), ServerStatus::InUse(2048));
         // A failure soon after lengthens the ejection; one much later does not.
-        fail(&upstream_health, 1, 3, now + 10 * MS);
-        assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now + 10 * MS)), ServerStatus::Ejected(350));
+        fail(&upstream_health, other(), 3, now + 10 * MS);
+        assert_eq!(
+            upstream_health.status(other(), upstream_health.elapsed_ms(now + 10 * MS)),
+            ServerStatus::Ejected(350)
+        );
         now += 360 * MS;
-        assert!(upstream_health.claim_trial(1, upstream_health.elapsed_ms(now)));
-        upstream_health.report(1, AttemptResult::Success, ChoiceReason::Trial, || now);
+        assert!(upstream_health.claim_trial(other(), upstream_health.elapsed_ms(now)));
+        upstream_health.report(other(), AttemptResult::Success, ChoiceReason::Trial, || now);
         now += 351 * MS;
-        fail(&upstream_health, 1, 3, now);
-        assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(100));
+        fail(&upstream_health, other(), 3, now);
+        assert_eq!(upstream_health.status(other(), upstream_health.elapsed_ms(now)), ServerStatus::Ejected(100));
     }
 
     #[test]
     fn a_success_or_a_passed_check_ends_an_ejection() {
         let now = Clock::manual(0).instant();
         let upstream_health = upstream_health(2, ejection(50), None, now);
-        fail(&upstream_health, 0, 3, now);
+        fail(&upstream_health, FIRST, 3, now);
         // A success of a request sent before the ejection has no effect; a failure of a later request does not prolong
         // it.
-        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Available, || now);
-        upstream_health.report(0, AttemptResult::Failure, ChoiceReason::Ejected, || now + 50 * MS);
-        assert_eq!(upstream_health.status(0, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(100));
-        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Ejected, || now);
-        assert!(!is_out(&upstream_health, 0, now) && !upstream_health.failed_last(0));
-        fail(&upstream_health, 0, 3, now);
-        assert!(is_out(&upstream_health, 0, now));
-        upstream_health.end_ejection(0, now, "");
-        assert!(!is_out(&upstream_health, 0, now));
+        upstream_health.report(FIRST, AttemptResult::Success, ChoiceReason::Available, || now);
+        upstream_health.report(FIRST, AttemptResult::Failure, ChoiceReason::Ejected, || now + 50 * MS);
+        assert_eq!(upstream_health.status(FIRST, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(100));
+        upstream_health.report(FIRST, AttemptResult::Success, ChoiceReason::Ejected, || now);
+        assert!(!is_out(&upstream_health, FIRST, now) && !upstream_health.failed_last(FIRST));
+        fail(&upstream_health, FIRST, 3, now);
+        assert!(is_out(&upstream_health, FIRST, now));
+        upstream_health.end_ejection(FIRST, now, "");
+        assert!(!is_out(&upstream_health, FIRST, now));
     }
 
     #[test]
     fn a_success_does_not_end_one_ejection_right_after_another() {
         let mut now = Clock::manual(0).instant();
         let upstream_health = upstream_health(2, ejection(50), None, now);
-        fail(&upstream_health, 0, 3, now);
-        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Ejected, || now);
-        fail(&upstream_health, 0, 3, now);
-        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Ejected, || now + 9 * MS);
-        assert!(is_out(&upstream_health, 0, now));
+        fail(&upstream_health, FIRST, 3, now);
+        upstream_health.report(FIRST, AttemptResult::Success, ChoiceReason::Ejected, || now);
+        fail(&upstream_health, FIRST, 3, now);
+        upstream_health.report(FIRST, AttemptResult::Success, ChoiceReason::Ejected, || now + 9 * MS);
+        assert!(is_out(&upstream_health, FIRST, now));
         // A tenth of the ejection time later.
         now += 10 * MS;
-        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Ejected, || now);
-        assert!(!is_out(&upstream_health, 0, now));
+        upstream_health.report(FIRST, AttemptResult::Success, ChoiceReason::Ejected, || now);
+        assert!(!is_out(&upstream_health, FIRST, now));
     }
 
     #[test]
     fn a_trial_decides_nothing_once_the_ejection_has_ended() {
         let mut now = Clock::manual(0).instant();
         let upstream_health = upstream_health(2, ejection(50), None, now);
-        fail(&upstream_health, 0, 3, now);
+        fail(&upstream_health, FIRST, 3, now);
         now += 100 * MS;
-        assert!(upstream_health.claim_trial(0, upstream_health.elapsed_ms(now)));
-        upstream_health.end_ejection(0, now, "");
-        upstream_health.report(0, AttemptResult::Failure, ChoiceReason::Trial, || now);
-        assert!(!is_out(&upstream_health, 0, now), "one failure");
-        fail(&upstream_health, 0, 2, now);
-        assert!(is_out(&upstream_health, 0, now));
+        assert!(upstream_health.claim_trial(FIRST, upstream_health.elapsed_ms(now)));
+        upstream_health.end_ejection(FIRST, now, "");
+        upstream_health.report(FIRST, AttemptResult::Failure, ChoiceReason::Trial, || now);
+        assert!(!is_out(&upstream_health, FIRST, now), "one failure");
+        fail(&upstream_health, FIRST, 2, now);
+        assert!(is_out(&upstream_health, FIRST, now));
     }
 
     #[test]
     fn a_server_that_max_ejected_protects_is_failing_until_it_succeeds() {
         let now = Clock::manual(0).instant();
         let upstream_health = upstream_health(2, ejection(50), None, now);
-        fail(&upstream_health, 0, 3, now);
-        fail(&upstream_health, 1, 3, now);
-        assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now)), ServerStatus::Failing(2048));
-        upstream_health.report(1, AttemptResult::Success, ChoiceReason::Available, || now);
-        assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now)), ServerStatus::InUse(2048));
+        fail(&upstream_health, FIRST, 3, now);
+        fail(&upstream_health, other(), 3, now);
+        assert_eq!(upstream_health.status(other(), upstream_health.elapsed_ms(now)), ServerStatus::Failing(2048));
+        upstream_health.report(other(), AttemptResult::Success, ChoiceReason::Available, || now);
+        assert_eq!(upstream_health.status(other(), upstream_health.elapsed_ms(now)), ServerStatus::InUse(2048));
         // It is ejected at its next failure once the other is back.
-        fail(&upstream_health, 1, 3, now);
-        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Ejected, || now);
-        assert!(!is_out(&upstream_health, 1, now));
-        fail(&upstream_health, 1, 1, now);
-        assert!(is_out(&upstream_health, 1, now));
+        fail(&upstream_health, other(), 3, now);
+        upstream_health.report(FIRST, AttemptResult::Success, ChoiceReason::Ejected, || now);
+        assert!(!is_out(&upstream_health, other(), now));
+        fail(&upstream_health, other(), 1, now);
+        assert!(is_out(&upstream_health, other(), now));
     }
 
     #[test]
     fn server_states_survive_reloads_and_disabled_checks_are_cleared() {
         let now = Clock::manual(0).instant();
         let first = upstream_health(3, ejection(50), None, now);
-        fail(&first, 1, 3, now);
+        fail(&first, other(), 3, now);
         let second = upstream_health(2, ejection(50), Some(&first), now);
-        assert!(is_out(&second, 1, now));
+        assert!(is_out(&second, other(), now));
         // Removed and added again while an old configuration still holds the state.
         let third = upstream_health(1, ejection(50), Some(&second), now);
         let fourth = upstream_health(3, ejection(50), Some(&third), now);
-        assert!(is_out(&fourth, 1, now));
+        assert!(is_out(&fourth, other(), now));
         let off = upstream_health(3, ejection(0), Some(&fourth), now);
-        assert!(!is_out(&off, 1, now));
+        assert!(!is_out(&off, other(), now));
     }
 }

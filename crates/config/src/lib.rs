@@ -87,6 +87,13 @@ handles! {
     UpstreamId,
     /// A deny entry.
     DenyId,
+    /// A server of an upstream.
+    ServerId,
+}
+
+impl ServerId {
+    /// The first server of an upstream.
+    pub const FIRST: ServerId = ServerId(0);
 }
 
 /// All settings of `gateway.toml`, of the clients file and of the access file.

@@ -9,7 +9,6 @@ use std::time::Duration;
 use http::uri::PathAndQuery;
 use toml::de::DeValue;
 
-use super::UpstreamId;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, suggest_ca};
 use super::diagnostics::{Parsed, Report, quoted, quoted_list};
 use super::host::{SERVICE_FIX, parse_authority, parse_socket_path};
@@ -21,6 +20,8 @@ use super::settings::{
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table, nearest};
 use super::values::Definitions;
+use super::{ServerId, UpstreamId};
+use transom_limiter::handles::IdVec;
 use transom_limiter::key::KeyPart;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -45,7 +46,7 @@ pub struct Upstream {
 pub enum Target {
     /// Built in: responds with the request that it received.
     Echo,
-    Servers(Vec<Server>),
+    Servers(IdVec<ServerId, Server>),
 }
 
 /// One server of an upstream.
@@ -132,7 +133,7 @@ settings! {
     pub struct ServerSettings {
         /// `"http://HOST[:PORT]"`, `"https://HOST[:PORT]"`, `"unix:/PATH/OF/SOCKET"`. `weight` (default 1): share of the
         /// requests, relative to the other servers. Required, unless `builtin` is set.
-        servers: Option<Vec<Server>> = Optional(Custom::or_empty(
+        servers: Option<IdVec<ServerId, Server>> = Optional(Custom::or_empty(
             Shape::OneOrList(Box::new(Shape::described(
                 "URL, `{ url = URL, weight = 1 to 1000 }`,",
                 Shape::AnyOf(vec![Shape::Text("URL"), Shape::Table(WeightedServer::settings())]),
@@ -218,7 +219,8 @@ fn read_upstream(
         }
         (None, Some(item)) => {
             // Servers that cannot be read may have been meant to use https.
-            let uses_https = |servers: &Vec<Server>| servers.iter().any(|server| server.scheme == Scheme::Https);
+            let uses_https =
+                |servers: &IdVec<ServerId, Server>| servers.iter().any(|server| server.scheme == Scheme::Https);
             match (settings.servers.as_ref().map(uses_https), tls) {
                 (Some(false), Some(tls)) => {
                     let message = "`tls` has no effect: no server uses `https`";
@@ -236,12 +238,12 @@ fn read_upstream(
 }
 
 /// Reads servers: each is a URL, or a table with `url` and `weight`.
-fn read_servers(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
+fn read_servers(item: &Item, report: &mut Report) -> Option<IdVec<ServerId, Server>> {
     let items = item.one_or_all();
     if items.is_empty() {
         report.problem(item.span.clone(), "`servers` is an empty list", item.fix_with(SERVERS_EXAMPLE));
     }
-    let mut servers: Vec<Server> = Vec::new();
+    let mut servers: IdVec<ServerId, Server> = IdVec::new();
     for item in items {
         let server = match item.value {
             DeValue::Table(_) => {
