@@ -10,11 +10,12 @@
 //! | --- | --- |
 //! | process | [`cli`], [`server`], [`admin`], [`explain`] |
 //! | requests | [`downstream`], [`ratelimit_service`], [`proxy`], [`decision`], [`spans`], [`access_log`], [`key_set_fetcher`], [`notify`], [`upstream`] |
-//! | files | [`persistence`], [`shared_data`] |
-//! | basics | [`atomic_file`], [`file_watch`], [`http1_stream`], [`informational`], [`io_stream`], [`timer`] |
+//! | files | [`access_file`], [`persistence`], [`shared_data`] |
+//! | basics | [`atomic_file`], [`file_watch`], [`http1_stream`], [`informational`], [`io_stream`], [`timer`], [`toml_comments`] |
 //!
 //! A request passes `downstream::http1` or `downstream::http2`, then `proxy`, then `upstream`.
 
+pub mod access_file;
 pub mod access_log;
 pub mod admin;
 pub mod atomic_file;
@@ -35,4 +36,5 @@ pub mod server;
 pub mod shared_data;
 pub mod spans;
 pub mod timer;
+pub mod toml_comments;
 pub mod upstream;

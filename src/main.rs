@@ -50,6 +50,8 @@ enum Command {
     Upgrade(cli::upgrade::Arguments),
     /// Add, change, remove and list the clients of the clients file
     Clients(cli::clients::Arguments),
+    /// Deny networks, clients and values, and list and remove such entries
+    Deny(cli::deny::Arguments),
 }
 
 #[derive(clap::Args)]
@@ -189,6 +191,7 @@ fn main() -> ExitCode {
         Command::Man => print_manual_page(),
         Command::Upgrade(arguments) => cli::upgrade::upgrade(&arguments),
         Command::Clients(arguments) => cli::clients::clients(&arguments),
+        Command::Deny(arguments) => cli::deny::deny(&arguments),
     };
     match exit {
         Exit::Fine => ExitCode::SUCCESS,

@@ -10,8 +10,20 @@ use std::path::{Path, PathBuf};
 
 /// Every module of the gateway, from the top layer to the bottom, with the modules of the gateway that it may use. A module uses only
 /// modules below it in this list, so there are no cycles.
-const MODULES: [(&str, &[&str]); 21] = [
-    ("cli", &["atomic_file", "downstream", "explain", "file_watch", "key_set_fetcher", "server"]),
+const MODULES: [(&str, &[&str]); 23] = [
+    (
+        "cli",
+        &[
+            "access_file",
+            "atomic_file",
+            "downstream",
+            "explain",
+            "file_watch",
+            "key_set_fetcher",
+            "server",
+            "toml_comments",
+        ],
+    ),
     ("file_watch", &[]),
     (
         "server",
@@ -27,10 +39,11 @@ const MODULES: [(&str, &[&str]); 21] = [
             "upstream",
         ],
     ),
-    ("admin", &["decision", "explain", "notify", "persistence", "proxy", "upstream"]),
+    ("admin", &["access_file", "decision", "explain", "notify", "persistence", "proxy", "upstream"]),
     ("explain", &["decision", "proxy"]),
     ("downstream", &["http1_stream", "informational", "io_stream", "proxy", "ratelimit_service", "timer", "upstream"]),
     ("ratelimit_service", &["decision", "proxy", "upstream"]),
+    ("access_file", &["atomic_file", "toml_comments"]),
     ("persistence", &["atomic_file"]),
     ("shared_data", &["atomic_file"]),
     ("atomic_file", &[]),
@@ -45,6 +58,7 @@ const MODULES: [(&str, &[&str]); 21] = [
     ("informational", &[]),
     ("io_stream", &[]),
     ("timer", &[]),
+    ("toml_comments", &[]),
 ];
 
 /// The modules of the other crates: a module uses only modules behind it in its list. The sections of the configuration use one

@@ -16,11 +16,14 @@ use serde_json::Value;
 
 use super::audit_log::AuditEntry;
 use super::authorization::{self, Caller};
-use super::json_objects::{CLIENT_WITH_USAGE, CLIENTS, DECISION, EXPLANATION, QUERY, QUESTION, TOP_LISTS, UPSTREAMS};
+use super::json_objects::{
+    CLIENT_WITH_USAGE, CLIENTS, DECISION, DENY_ENTRIES, DENY_ENTRY, EXPLANATION, NEW_DENY_ENTRY, QUERY, QUESTION,
+    TOP_LISTS, UPSTREAMS,
+};
 use super::json_schema::Schema;
 use super::{
-    AdminBody, AdminScope, AdminState, DecisionApi, HEAD_TIMEOUT, clients, dashboard, decisions, events, metrics_page,
-    openapi, top_query, upstreams,
+    AdminBody, AdminScope, AdminState, DecisionApi, HEAD_TIMEOUT, clients, dashboard, decisions, deny, events,
+    metrics_page, openapi, top_query, upstreams,
 };
 use crate::decision::Operation;
 use transom_config::listen::Role;
@@ -37,6 +40,7 @@ pub const OTHER_PATHS: &str = "other";
 pub enum Verb {
     Get,
     Post,
+    Delete,
 }
 
 impl Verb {
@@ -44,6 +48,7 @@ impl Verb {
         match self {
             Verb::Get => [Method::GET, Method::HEAD].contains(method),
             Verb::Post => method == Method::POST,
+            Verb::Delete => method == Method::DELETE,
         }
     }
 
@@ -52,6 +57,7 @@ impl Verb {
         match self {
             Verb::Get => "get",
             Verb::Post => "post",
+            Verb::Delete => "delete",
         }
     }
 
@@ -60,6 +66,7 @@ impl Verb {
         match self {
             Verb::Get => "GET, HEAD",
             Verb::Post => "POST",
+            Verb::Delete => "DELETE",
         }
     }
 }
@@ -122,6 +129,9 @@ pub type Handler = fn(Call) -> Pin<Box<dyn Future<Output = Result<Response<Admin
 
 const UNKNOWN_NAME: (u16, &str) = (404, "No rule, client or key has this name.");
 const NO_STORE: (u16, &str) = (503, "The shared store cannot be reached.");
+
+const NO_ACCESS: (u16, &str) = (404, "The configuration has no `[access]`.");
+const NOT_CHANGED: (u16, &str) = (503, "Nothing was changed, because it could not be written.");
 
 const OPEN: Endpoint = Endpoint {
     verb: Verb::Get,
@@ -273,6 +283,34 @@ pub static ENDPOINTS: &[Endpoint] = &[
         response: &[Content::Json(&Schema::Object(&CLIENT_WITH_USAGE))],
         other_statuses: &[UNKNOWN_NAME, NO_STORE],
         handle: |call| Box::pin(clients::show(call)),
+        ..READ
+    },
+    Endpoint {
+        path: "/v1/deny",
+        summary: "The deny entries.",
+        response: &[Content::Json(&Schema::Object(&DENY_ENTRIES))],
+        handle: |call| complete(deny::list(&call)),
+        ..READ
+    },
+    Endpoint {
+        verb: Verb::Post,
+        path: "/v1/deny",
+        role: Some(Role::Operate),
+        summary: "Denies a network, a client or a value; an entry for the same gets the new end and reason.",
+        request: Some(&Schema::Object(&NEW_DENY_ENTRY)),
+        response: &[Content::Json(&Schema::Object(&DENY_ENTRY))],
+        other_statuses: &[NO_ACCESS, NOT_CHANGED],
+        handle: |call| Box::pin(deny::add(call)),
+        ..READ
+    },
+    Endpoint {
+        verb: Verb::Delete,
+        path: "/v1/deny/{id}",
+        role: Some(Role::Operate),
+        summary: "Removes a deny entry.",
+        response: &[Content::Json(&Schema::Object(&DENY_ENTRY))],
+        other_statuses: &[(404, "No deny entry has this id, or there is no `[access]`."), NOT_CHANGED],
+        handle: |call| Box::pin(deny::remove(call)),
         ..READ
     },
 ];

@@ -197,6 +197,31 @@ object! {
 }
 
 object! {
+    DENIED_KEY is closed = "DeniedKey" { required("part", Text), required("value", Text) }
+}
+
+object! {
+    /// One of `network`, `client` and `key`; at most one of `until` and `for`, a duration.
+    NEW_DENY_ENTRY is closed = "NewDenyEntry" {
+        optional("network", MAYBE_TEXT), optional("client", MAYBE_TEXT), optional("key", OrNull(&Schema::Object(&DENIED_KEY))),
+        optional("routes", OrNull(&AnyOf(&[Text, TEXTS]))), optional("until", OrNull(&Time)), optional("for", MAYBE_TEXT),
+        optional("reason", MAYBE_TEXT),
+    }
+}
+
+object! {
+    DENY_ENTRY = "DenyEntry" {
+        required("id", Text), optional("network", Text), optional("client", Text),
+        optional("key", Schema::Object(&DENIED_KEY)), required("routes", TEXTS), required("until", OrNull(&Time)),
+        required("reason", MAYBE_TEXT), required("ended", Boolean),
+    }
+}
+
+object! {
+    DENY_ENTRIES = "DenyEntries" { required("deny", List(&Schema::Object(&DENY_ENTRY))) }
+}
+
+object! {
     SERVER = "Server" {
         required("url", Text), required("weight", Integer), required("effective_weight", Number), required("state", Text),
         required("failures_in_a_row", Integer),

@@ -43,6 +43,7 @@ mod clients;
 mod dashboard;
 mod decision_json;
 mod decisions;
+mod deny;
 mod endpoints;
 pub mod events;
 pub mod history;

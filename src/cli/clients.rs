@@ -6,7 +6,7 @@
 mod clients_toml;
 mod show;
 
-use std::io::{self, BufRead, IsTerminal, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Subcommand;
@@ -14,7 +14,10 @@ use serde_json::{Value, json};
 
 use self::clients_toml::{ClientsDocument, Identifiers};
 use super::admin_client::TokenFile;
-use super::{Exit, list_folder, read_config, read_config_with, read_file, resolve_path};
+use super::{
+    Exit, Failure, exit_of, first_line, list_folder, print_table, read_config, read_config_with, read_current_config,
+    read_file, resolve_path,
+};
 use crate::atomic_file::Draft;
 use crate::file_watch::FileWatch;
 use transom_config::Config;
@@ -106,19 +109,6 @@ struct Remove {
     subjects: Vec<String>,
 }
 
-/// Why a command failed: its exit code and message.
-struct Failure(Exit, String);
-
-impl Failure {
-    fn usage(message: impl std::fmt::Display, fix: impl std::fmt::Display) -> Failure {
-        Failure(Exit::BadConfig, format!("transom: {message}\n  fix: {fix}\n"))
-    }
-
-    fn io(path: &Path, error: &io::Error) -> Failure {
-        Failure(Exit::Failed, format!("transom: cannot write {}: {error}\n", path.display()))
-    }
-}
-
 pub fn clients(arguments: &Arguments) -> Exit {
     let done = match &arguments.action {
         Action::Add(add) => self::add(&arguments.config, add),
@@ -126,13 +116,7 @@ pub fn clients(arguments: &Arguments) -> Exit {
         Action::List(List { json }) => list(&arguments.config, *json),
         Action::Show(show) => show::show(&arguments.config, show),
     };
-    match done {
-        Ok(()) => Exit::Fine,
-        Err(Failure(exit, text)) => {
-            print_err!("{}", text.trim_end());
-            exit
-        }
-    }
+    exit_of(done)
 }
 
 fn list(path: &Path, is_json: bool) -> Result<(), Failure> {
@@ -158,12 +142,7 @@ fn list(path: &Path, is_json: bool) -> Result<(), Failure> {
     };
     let rows: Vec<[String; 5]> =
         std::iter::once(header).chain(clients_of(&config, path)?.list.iter().map(row)).collect();
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths = [0, 1, 2, 3, 4].map(width);
-    for row in &rows {
-        let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}"));
-        print_out!("{}", cells.collect::<Vec<_>>().join("  ").trim_end());
-    }
+    print_table(&rows);
     Ok(())
 }
 
@@ -328,7 +307,7 @@ fn find_key(client: &Client, text: &str) -> Result<Digest, Failure> {
 
 /// Reads and checks an API key or a digest; `-`: the first line of standard input.
 fn read_key(text: &str) -> Result<String, Failure> {
-    let key = if text == "-" { first_line()? } else { text.to_owned() };
+    let key = if text == "-" { first_line("API key", KEY_MAX_BYTES)? } else { text.to_owned() };
     if key.is_empty() {
         return Err(Failure::usage(
             "the API key is missing",
@@ -346,31 +325,11 @@ fn read_key(text: &str) -> Result<String, Failure> {
     Ok(key)
 }
 
-fn first_line() -> Result<String, Failure> {
-    let stdin = io::stdin().lock();
-    if stdin.is_terminal() {
-        eprint!("API key: ");
-    }
-    let mut line = String::new();
-    let read = io::Read::take(stdin, KEY_MAX_BYTES + 2).read_line(&mut line);
-    read.map_err(|error| Failure::usage(format!("cannot read the API key: {error}"), "write it as a line of text"))?;
-    Ok(line.trim_end_matches(['\r', '\n']).to_owned())
-}
-
 fn generate_key() -> Result<String, Failure> {
     let mut bytes = [0; GENERATED_BYTES];
     let failure = |error| Failure(Exit::Failed, format!("transom: the system provides no random numbers: {error}\n"));
     getrandom::fill(&mut bytes).map_err(failure)?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
-}
-
-/// Reads the configuration; a missing clients file counts as empty.
-fn read_current_config(path: &Path) -> Result<Config, Failure> {
-    let files = |file: &Path| match read_file(file) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound && file != path => Ok(Vec::new()),
-        read => read,
-    };
-    read_config_with(path, &files, &list_folder).map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))
 }
 
 fn clients_of<'c>(config: &'c Config, path: &Path) -> Result<&'c Clients, Failure> {

@@ -1,5 +1,5 @@
-//! The commands `run`, `check`, `explain`, `health`, `top`, `simulate`, `schema`, `upgrade` and `clients`, and how they
-//! read configuration files.
+//! The commands `run`, `check`, `explain`, `health`, `top`, `simulate`, `schema`, `upgrade`, `clients` and `deny`, and how
+//! they read configuration files.
 
 /// Prints a line to standard output; write errors are ignored.
 macro_rules! print_out {
@@ -18,6 +18,7 @@ macro_rules! print_err {
 mod admin_client;
 pub mod check;
 pub mod clients;
+pub mod deny;
 pub mod explain;
 pub mod health;
 mod pid_file;
@@ -31,7 +32,7 @@ pub mod upgrade;
 use std::cell::RefCell;
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, BufRead, IsTerminal, Read};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
@@ -57,6 +58,40 @@ pub enum Exit {
 const PIPE_TIMEOUT_S: i64 = 10;
 /// Largest file that a configuration may name.
 const FILE_MAX_BYTES: u64 = 16 * 1024 * 1024;
+
+/// Why a command failed: its exit code and message.
+struct Failure(Exit, String);
+
+impl Failure {
+    fn usage(message: impl std::fmt::Display, fix: impl std::fmt::Display) -> Failure {
+        Failure(Exit::BadConfig, format!("transom: {message}\n  fix: {fix}\n"))
+    }
+
+    fn io(path: &Path, error: &io::Error) -> Failure {
+        Failure(Exit::Failed, format!("transom: cannot write {}: {error}\n", path.display()))
+    }
+}
+
+/// The exit code of a command, whose failure is printed.
+fn exit_of(done: Result<(), Failure>) -> Exit {
+    match done {
+        Ok(()) => Exit::Fine,
+        Err(Failure(exit, text)) => {
+            print_err!("{}", text.trim_end());
+            exit
+        }
+    }
+}
+
+/// Prints rows in columns, the first of which is a heading.
+fn print_table<const N: usize>(rows: &[[String; N]]) {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: [usize; N] = std::array::from_fn(width);
+    for row in rows {
+        let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}"));
+        print_out!("{}", cells.collect::<Vec<_>>().join("  ").trim_end());
+    }
+}
 
 /// A configuration that cannot be used.
 #[derive(Debug)]
@@ -132,7 +167,32 @@ fn read_config_with(path: &Path, files: ReadFile, folders: ListFolder) -> Result
     let files = |file: &Path| files(&resolve_path(path, file));
     let folders = |folder: &Path| folders(&resolve_path(path, folder));
     let inputs = Inputs { files: &files, folders: &folders, variables: &variables };
-    transom_config::read_with_inputs(&text, inputs).map_err(|problems| InvalidConfig { name, problems })
+    let mut config =
+        transom_config::read_with_inputs(&text, inputs).map_err(|problems| InvalidConfig { name, problems })?;
+    // The gateway edits this file, and does not know the folder of the configuration.
+    config.access.iter_mut().for_each(|access| access.file = resolve_path(path, &access.file));
+    Ok(config)
+}
+
+/// Reads the configuration; a missing file that it names counts as empty.
+fn read_current_config(path: &Path) -> Result<Config, Failure> {
+    let files = |file: &Path| match read_file(file) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && file != path => Ok(Vec::new()),
+        read => read,
+    };
+    read_config_with(path, &files, &list_folder).map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))
+}
+
+/// The first line of standard input, which is `what`.
+fn first_line(what: &str, max_bytes: u64) -> Result<String, Failure> {
+    let stdin = io::stdin().lock();
+    if stdin.is_terminal() {
+        eprint!("{what}: ");
+    }
+    let mut line = String::new();
+    let read = io::Read::take(stdin, max_bytes + 2).read_line(&mut line);
+    read.map_err(|error| Failure::usage(format!("cannot read the {what}: {error}"), "write it as a line of text"))?;
+    Ok(line.trim_end_matches(['\r', '\n']).to_owned())
 }
 
 /// Resolves a path in a configuration relative to the configuration file.

@@ -69,6 +69,54 @@ fn the_guide_to_plans_adds_and_replaces_a_key() {
 }
 
 #[test]
+fn the_guide_to_blocks_denies_for_a_while() {
+    let text = fs::read_to_string(format!("{ROOT}/docs/guides/block-clients.md")).unwrap();
+    let code = text.lines().filter(|line| line.starts_with("    ")).map(str::trim_start);
+    let steps: Vec<&str> = code.filter(|line| line.starts_with("transom ") || line.starts_with("curl ")).collect();
+    let [deny, denied, explain, list, remove, device, key, internal, post, delete] =
+        <[&str; 10]>::try_from(steps).unwrap();
+    let toml = guide_blocks("block-clients", "toml").remove(0);
+    let (scratch, log) = (TempDir::new(), "file = \"access.log\"");
+    let log_file = scratch.path().join("access.log");
+    scratch.write("access.toml", "");
+    scratch.write("leaked.key", "key-of-acme\n");
+    let toml = toml.replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:9900", "127.0.0.1:0");
+    let toml = toml.replace(log, &format!("file = {log_file:?}"));
+    let process = Process::spawn_command(Command::new(BINARY), &toml, scratch);
+    let (folder, http, admin) = (process.scratch.path(), process.http.to_string(), process.admin.to_string());
+    let run = |step: &str| output(&step.replace("127.0.0.1:8080", &http).replace("127.0.0.1:9900", &admin), folder);
+
+    let id = run(deny);
+    assert!(text.contains(&format!("`{}`", id.trim())) && remove.ends_with(id.trim()), "{id}");
+    eventually("the network is denied", || run(denied).contains("403"));
+    assert_eq!(run(denied).trim(), guide_blocks("block-clients", "json").remove(0).trim());
+    // The configuration has no port by which the command would find the gateway.
+    let explained = run(explain);
+    assert!(explained.contains(&format!("deny entry {} denies `203.0.113.0/24`", id.trim())), "{explained}");
+    let logged =
+        format!("\"denied_by\":{{\"id\":\"{}\",\"entry\":\"203.0.113.0/24\",\"reason\":\"scraper\"}}", id.trim());
+    assert!(text.contains(&logged), "{logged}");
+    eventually("the request is logged", || fs::read_to_string(&log_file).unwrap().contains(&logged));
+    assert!(run(list).contains("203.0.113.0/24"));
+    run(remove);
+    eventually("the network is let in", || !run(denied).contains("access is denied"));
+
+    for (step, field, value) in [(device, "x-device", "a1b2c3"), (key, "x-api-key", "key-of-acme")] {
+        // Of the two, the second reads the value.
+        run(&format!("{step} < leaked.key"));
+        eventually("the value is denied", || process.client().get_with("/v1/x", &[(field, value)]).status == 403);
+    }
+    assert!(run(internal).contains("access is denied"));
+    run(&internal.replace("198.51.100.7", "192.0.2.7"));
+    let added = run(post);
+    assert!(delete.ends_with(added.split('"').find(|word| word.len() == 12).unwrap()), "{added}");
+    let from = [("X-Forwarded-For", "198.51.100.7")];
+    eventually("the network is denied", || process.client().get_with("/v1/x", &from).status == 403);
+    run(delete);
+    eventually("the network is let in", || process.client().get_with("/v1/x", &from).status == 200);
+}
+
+#[test]
 fn the_guide_to_limits_plays_logs() {
     let [logs, candidates, higher, json] = <[String; 4]>::try_from(commands("choose-limits")).unwrap();
     let scratch = TempDir::new();

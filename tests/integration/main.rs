@@ -10,6 +10,7 @@
 mod support;
 
 mod access;
+mod access_changes;
 mod access_log;
 mod actions;
 mod activation;

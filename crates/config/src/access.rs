@@ -3,28 +3,31 @@
 use std::cell::OnceCell;
 use std::collections::HashSet;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 
 use super::clients::Clients;
-use super::diagnostics::{Report, Span, quoted};
+use super::diagnostics::{Problem, Report, Span, quoted};
 use super::key;
 use super::key_kind::{JWT, KeyKind, is_secret_part};
-use super::named_file::read_named_file;
+use super::named_file::{read_named_file, read_text_alone};
 use super::overrides::read_value;
 use super::settings::{Choice, Custom, Inline, Required, Section, Shape, Text, Texts, Word, section_table};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table, nearest};
 use super::values::{read_digest, read_network};
-use super::{DenyId, RouteId};
+use super::{Config, DenyId, RouteId};
 use transom_limiter::handles::IdVec;
 use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::KeyValue;
 use transom_limiter::secret_digest::Digest;
 
+/// In messages.
+const FILE: &str = "the access file";
 const DENY_FIX: &str = "write `[[deny]]`, then `network`, `client` or `key` on a line";
 const ADD_COMMAND: &str = "transom deny add 203.0.113.0/24";
 const KEY_FIX: &str = "write `key = { part = \"header:x-device\", value = \"VALUE\" }`";
@@ -161,6 +164,31 @@ impl DenyEntry {
     pub fn has_ended(&self, now_ms: u64) -> bool {
         self.until_ms.is_some_and(|until_ms| until_ms <= now_ms)
     }
+
+    /// The names of its routes.
+    pub fn route_names<'c>(&self, config: &'c Config) -> Vec<&'c str> {
+        self.routes.iter().map(|route| config.routes[*route].name.as_str()).collect()
+    }
+
+    /// As `transom deny list --json` and the admin API show it.
+    pub fn to_json(&self, config: &Config, now_ms: u64) -> Value {
+        let mut shown = json!({
+            "id": self.id.to_string(), "routes": self.route_names(config), "until": self.until_ms.map(rfc3339),
+            "reason": self.reason, "ended": self.has_ended(now_ms),
+        });
+        match &self.target {
+            DenyTarget::Network(network) => shown["network"] = json!(network.to_string()),
+            DenyTarget::Client(name) => shown["client"] = json!(name),
+            DenyTarget::Key(key) => {
+                let value = match &key.1 {
+                    KeyValue::Clear(text) => text.clone(),
+                    KeyValue::Digest(digest) => digest.to_string(),
+                };
+                shown["key"] = json!({ "part": key.0.to_string(), "value": value });
+            }
+        }
+        shown
+    }
 }
 
 /// Who alone is let in on a route.
@@ -219,8 +247,21 @@ pub fn read_access(item: Option<Item>, context: &AccessContext, report: &mut Rep
     let AccessSettings { source: AccessSource::File, file } = AccessSettings::read(&mut table, report);
     table.finish(report);
     let read = |top: &mut Table, report: &mut Report| context.read_file(top, report);
-    let (file, deny) = read_named_file(&file?, "the access file", ADD_COMMAND, report, read)?;
+    let (file, deny) = read_named_file(&file?, FILE, ADD_COMMAND, report, read)?;
     Some(Access { file, deny: Arc::new(deny) })
+}
+
+/// Reads the text of an access file, or returns its problems.
+pub fn read_entries(text: &str, config: &Config) -> Result<IdVec<DenyId, DenyEntry>, Vec<Problem>> {
+    let clients = KnownClients::new(config.clients.as_ref(), true);
+    let context = AccessContext {
+        clients: &clients,
+        route_names: config.routes.iter().map(|route| route.name.as_str()).collect(),
+        routes_complete: true,
+        has_jwt: config.jwt.is_some(),
+    };
+    let path = config.access.as_ref().map(|access| access.file.as_path());
+    read_text_alone(text, path.unwrap_or(Path::new(FILE)), FILE, |top, report| context.read_file(top, report))
 }
 
 impl AccessContext<'_> {

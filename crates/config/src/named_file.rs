@@ -3,11 +3,11 @@
 //! Such a file may contain a secret in plain text by mistake. Problems give the position in the file, and never show a line
 //! or a value that could be a secret.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use toml::de::DeTable;
 
-use super::diagnostics::{Report, quoted};
+use super::diagnostics::{Problem, Report, quoted};
 use super::toml_reader::{SpannedString, Table, toml_errors};
 
 const SYNTAX_ERROR: &str = "this is not TOML";
@@ -34,6 +34,21 @@ pub fn read_named_file<T>(
     let read = read_text(&text, title, &mut file_report, read);
     report.append(file_report);
     Some((path, read))
+}
+
+/// Reads the text of such a file alone, or returns its problems.
+pub fn read_text_alone<T>(
+    text: &str,
+    path: &Path,
+    title: &str,
+    read: impl FnOnce(&mut Table, &mut Report) -> T,
+) -> Result<T, Vec<Problem>> {
+    let mut report = Report::for_named_file(text, path);
+    let read = read_text(text, title, &mut report, read);
+    match report.into_problems() {
+        problems if problems.is_empty() => Ok(read),
+        problems => Err(problems),
+    }
 }
 
 fn read_text<T>(text: &str, title: &str, report: &mut Report, read: impl FnOnce(&mut Table, &mut Report) -> T) -> T {

@@ -402,6 +402,12 @@ pub enum ApiError {
         role: &'static str,
         needed: &'static str,
     },
+    /// The configuration has no access file.
+    NoAccessFile,
+    /// No deny entry has this id.
+    UnknownEntry(String),
+    /// The change was not made, for this reason.
+    NotChanged(String),
     /// The change was not made, because the audit log cannot be written.
     AuditLogUnavailable,
     /// No configuration is served yet.

@@ -467,6 +467,9 @@ pub fn api_error_response(error: &ApiError) -> LocalResponse {
             StatusCode::FORBIDDEN,
             format!("the token `{token}` has the role `{role}`, and this needs the role `{needed}`"),
         ),
+        ApiError::NoAccessFile => (StatusCode::NOT_FOUND, String::from("there is no `[access]` in the configuration")),
+        ApiError::UnknownEntry(id) => (StatusCode::NOT_FOUND, format!("no deny entry has the id `{id}`")),
+        ApiError::NotChanged(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("nothing was changed: {why}")),
         ApiError::AuditLogUnavailable => (
             StatusCode::SERVICE_UNAVAILABLE,
             String::from("nothing was changed, because the audit log cannot be written"),

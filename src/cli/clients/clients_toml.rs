@@ -4,6 +4,8 @@ use std::fmt;
 
 use toml_edit::{Array, DocumentMut, Item, Table, TableLike, TomlError, Value};
 
+use crate::toml_comments::{text_above, text_after_removal};
+
 /// The text of a clients file.
 pub struct ClientsDocument(DocumentMut);
 
@@ -49,22 +51,16 @@ impl ClientsDocument {
         let Some(clients) = self.0.get_mut("clients").and_then(Item::as_table_like_mut) else { return };
         let Some(Item::Table(removed)) = clients.remove(name) else { return };
         let above = text_above(&removed);
-        // A comment that is separated from the header by an empty line is not about this client alone.
-        let remaining = above.rfind("\n\n").map_or("", |end| &above[..=end]).to_owned();
         let is_after = |table: &Table| table.position() > removed.position();
         let tables = clients.iter_mut().filter_map(|(_, item)| item.as_table_mut());
         match tables.filter(|table| is_after(table)).min_by_key(|table| table.position()) {
             Some(next) => {
-                let own = text_above(next);
-                let first = !above.starts_with('\n') && remaining.is_empty();
-                let own = if first { own.trim_start_matches('\n') } else { &own };
-                let gap = if remaining.is_empty() || own.starts_with('\n') { "" } else { "\n" };
-                next.decor_mut().set_prefix(format!("{remaining}{gap}{own}"));
+                let below = text_after_removal(&above, &text_above(next), false);
+                next.decor_mut().set_prefix(below);
             }
             None => {
                 let end = self.0.trailing().as_str().unwrap_or_default().to_owned();
-                let gap = if remaining.is_empty() || end.is_empty() || end.starts_with('\n') { "" } else { "\n" };
-                self.0.set_trailing(format!("{remaining}{gap}{end}"));
+                self.0.set_trailing(text_after_removal(&above, &end, true));
             }
         }
     }
@@ -128,10 +124,6 @@ impl fmt::Display for ClientsDocument {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
-}
-
-fn text_above(table: &Table) -> String {
-    table.decor().prefix().and_then(|prefix| prefix.as_str()).unwrap_or_default().to_owned()
 }
 
 /// Replaces a value and keeps the text around it.

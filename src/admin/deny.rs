@@ -1,0 +1,127 @@
+//! `GET` and `POST /v1/deny`, and `DELETE /v1/deny/{id}`: the deny entries. A change edits the access file, and is in effect once the
+//! gateway has read it again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::Response;
+use serde_json::{Map, Value, json};
+
+use super::AdminBody;
+use super::endpoints::{Call, json_response, with_body};
+use super::json_objects::{DENIED_KEY, NEW_DENY_ENTRY};
+use crate::access_file::{self, EditError, NewEntry, WrittenTarget};
+use crate::proxy::served_config::ServedConfig;
+use transom_config::access::{Access, EntryId};
+use transom_http::error::ApiError;
+use transom_limiter::window::duration_ms;
+use transom_rules::responses::LocalResponse;
+
+/// How often, and how long in all, a change waits for another one.
+const BUSY_DELAY: Duration = Duration::from_millis(20);
+const BUSY_RETRIES: u32 = 100;
+
+/// `GET /v1/deny`.
+pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
+    let (decision_api, now_ms) = (call.decision_api()?, call.state.clock.wall_ms());
+    let config = &decision_api.served.config;
+    let entries = config.access.iter().flat_map(|access| access.deny.iter());
+    Ok(json_response(&json!({ "deny": entries.map(|entry| entry.to_json(config, now_ms)).collect::<Vec<_>>() })))
+}
+
+/// `POST /v1/deny`.
+pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
+    let served = Arc::clone(&call.decision_api()?.served);
+    let new = parse(&call.body, call.state.clock.wall_ms())?;
+    let change = call.begin_change()?;
+    let added = edit(&served, move |access, served| access_file::add(&access.file, &new, &served.config)).await?;
+    let shown = |entry: &transom_config::access::DenyEntry| entry.to_json(&served.config, call.state.clock.wall_ms());
+    let entry = shown(&added.entry);
+    let before = added.before.as_ref().map_or(Value::Null, shown);
+    change.write(&json!({ "operation": "deny", "id": entry["id"] }), &before, &entry);
+    Ok(with_body(json_response(&entry)))
+}
+
+/// `DELETE /v1/deny/{id}`.
+pub async fn remove(call: Call) -> Result<Response<AdminBody>, ApiError> {
+    let served = Arc::clone(&call.decision_api()?.served);
+    let unknown = || ApiError::UnknownEntry(call.path_value(0).chars().take(64).collect());
+    let id: EntryId = call.path_value(0).parse().map_err(|_malformed| unknown())?;
+    let change = call.begin_change()?;
+    let removed = edit(&served, move |access, served| access_file::remove(&access.file, &[id], &served.config)).await?;
+    let removed = removed.first().ok_or_else(unknown)?.to_json(&served.config, call.state.clock.wall_ms());
+    change.write(&json!({ "operation": "end deny", "id": removed["id"] }), &removed, &Value::Null);
+    Ok(with_body(json_response(&removed)))
+}
+
+/// Edits the file in a thread of its own: it may be long. Waits while it is edited by others.
+async fn edit<T: Send + 'static>(
+    served: &Arc<ServedConfig>,
+    edit: impl Fn(&Access, &ServedConfig) -> Result<T, EditError> + Send + Sync + 'static,
+) -> Result<T, ApiError> {
+    let edit = Arc::new(edit);
+    let mut retries = 0..BUSY_RETRIES;
+    loop {
+        let (served, edit) = (Arc::clone(served), Arc::clone(&edit));
+        let run = move || served.config.access.as_ref().map(|access| edit(access, &served));
+        let edited = tokio::task::spawn_blocking(run).await;
+        match edited.map_err(|panic| ApiError::NotChanged(panic.to_string()))?.ok_or(ApiError::NoAccessFile)? {
+            Ok(done) => return Ok(done),
+            Err(EditError::Busy(_)) if retries.next().is_some() => tokio::time::sleep(BUSY_DELAY).await,
+            Err(error @ EditError::Invalid(_)) => return Err(ApiError::Malformed(error.to_string())),
+            Err(error) => {
+                tracing::error!("{error}");
+                return Err(ApiError::NotChanged(error.to_string()));
+            }
+        }
+    }
+}
+
+/// Reads an entry. `for` is the time until it ends.
+fn parse(body: &[u8], now_ms: u64) -> Result<NewEntry, ApiError> {
+    let malformed = |reason: &str| ApiError::Malformed(reason.to_owned());
+    let entry: Map<String, Value> =
+        serde_json::from_slice(body).map_err(|_error| malformed("the deny entry is not a JSON object"))?;
+    NEW_DENY_ENTRY.check_names(&entry)?;
+    let given = |name: &str| entry.get(name).filter(|value| !value.is_null());
+    let text = |name: &str| match given(name) {
+        None => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.clone())),
+        Some(_) => Err(ApiError::Malformed(format!("`{name}` is not a string"))),
+    };
+    let target = match (text("network")?, text("client")?, given("key")) {
+        (Some(network), None, None) => WrittenTarget::Network(network),
+        (None, Some(client), None) => WrittenTarget::Client(client),
+        (None, None, Some(Value::Object(key))) => {
+            DENIED_KEY.check_names(key)?;
+            let text = |name: &str| key.get(name).and_then(Value::as_str).map(str::to_owned);
+            let (part, value) =
+                text("part").zip(text("value")).ok_or_else(|| malformed("`key` has no `part` or `value`"))?;
+            WrittenTarget::Key { part, value }
+        }
+        (None, None, Some(_)) => return Err(malformed("`key` is not an object with `part` and `value`")),
+        _ => return Err(malformed("a deny entry has one of `network`, `client` and `key`")),
+    };
+    let routes = match given("routes") {
+        None => Some(Vec::new()),
+        Some(Value::String(route)) => Some(vec![route.clone()]),
+        Some(routes) => {
+            routes.as_array().and_then(|routes| routes.iter().map(|route| route.as_str().map(str::to_owned)).collect())
+        }
+    };
+    let routes = routes.ok_or_else(|| malformed("`routes` is not a list of strings"))?;
+    let until_ms = match (text("until")?, text("for")?) {
+        (None, None) => None,
+        (Some(until), None) => {
+            let time = until.parse::<jiff::Timestamp>().ok().and_then(|time| u64::try_from(time.as_millisecond()).ok());
+            Some(time.ok_or_else(|| malformed("`until` is not a time of RFC 3339, such as `2030-01-31T18:00:00Z`"))?)
+        }
+        (None, Some(lasts)) => {
+            let lasts_ms = duration_ms(&lasts).filter(|ms| *ms > 0);
+            let lasts_ms = lasts_ms.ok_or_else(|| malformed("`for` is not a duration, such as `1h`"))?;
+            Some(now_ms.saturating_add(lasts_ms).next_multiple_of(1000))
+        }
+        (Some(_), Some(_)) => return Err(malformed("`until` and `for` are both given: keep one of the two")),
+    };
+    Ok(NewEntry { target, routes, until_ms, reason: text("reason")? })
+}
