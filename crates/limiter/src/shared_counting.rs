@@ -16,7 +16,7 @@ use crate::sharded_counter::{ShardReceipt, Sharding};
 use crate::sliding_counter::SlidingCounter;
 use crate::table::{Counter, Table};
 use crate::window::Time;
-use crate::window_kind::{AcquireRequest, Usage, WindowKind, usage};
+use crate::window_kind::{AcquireRequest, CEILING_MAX, Usage, WindowKind, usage};
 
 /// The result of deciding some layers.
 #[derive(Debug)]
@@ -185,10 +185,16 @@ impl ChargePlan {
             let keyed_request = keyed_requests[charge.layer.position].filter(|_| charge.is_full);
             let Some(keyed_request) = keyed_request else { continue };
             let layer = self.layer(charge.layer);
-            let used_locally = || self.rule_set().local_usage(charge.layer.id, keyed_request, table, now).used;
-            if charge.mode != CountingMode::Leased
-                || layer.is_exhausted(table, keyed_request, charge, used_locally(), now_ms)
-            {
+            let is_exhausted = || {
+                let (cost, capacity) = (u64::from(charge.request.cost), u64::from(layer.capacity));
+                let used_locally = || self.rule_set().local_usage(charge.layer.id, keyed_request, table, now).used;
+                let is_known_full = |spent| spent + used_locally() + cost > capacity;
+                // Tokens of a sliding window come back before the known usage ends: the store has to be asked.
+                let is_known = layer.request.kind != WindowKind::Sliding;
+                cost > capacity
+                    || is_known && layer.spent_tokens(table, keyed_request, now_ms).is_some_and(is_known_full)
+            };
+            if charge.mode != CountingMode::Leased || is_exhausted() {
                 is_full = true;
             } else {
                 missing_tokens.push(i);
@@ -211,9 +217,11 @@ impl ChargePlan {
     }
 
     /// Whether a charge made without the store exceeds what the known usage leaves. After the charge was prepared,
-    /// another worker may have raised the known usage and reset the counter before it was charged.
-    // Ordering: that worker raises the known usage and then resets the counter, each by an acquiring and releasing
-    // swap. A charge of the reset counter has acquired the raised known usage, so it is read here.
+    /// another worker may have raised the known usage and reset the counter before it was charged. Of a lease, another worker may
+    /// have spent tokens, or deposited tokens of a greater limit.
+    // Ordering: that worker raises the known usage and then resets the counter, or deposits tokens, each by an acquiring and
+    // releasing swap. A charge of the changed counter has acquired the raised known usage, so it is read here. Of two charges of
+    // one lease, the later one finds fewer tokens left.
     pub(super) fn exceeds_known_usage<const W: usize>(
         &self,
         table: &Table<W>,
@@ -222,9 +230,20 @@ impl ChargePlan {
         first: usize,
     ) -> bool {
         context.result.charges.iter().skip(first).any(|charge| {
-            let remote = || remote_usage(charge.counter, table, now_ms);
             let capacity = u64::from(self.layer(charge.layer).capacity);
-            charge.mode == CountingMode::LocalFallback && charge.usage.used > capacity.saturating_sub(remote())
+            match charge.mode {
+                CountingMode::Local | CountingMode::Remote => false,
+                CountingMode::LocalFallback => {
+                    charge.usage.used > capacity.saturating_sub(remote_usage(charge.counter, table, now_ms))
+                }
+                CountingMode::Leased if charge.request.cost == 0 => false,
+                CountingMode::Leased => {
+                    let keyed_request = context.inputs.keyed_requests[charge.layer.position];
+                    let counter = keyed_request.map(|keyed_request| self.layer(charge.layer).counter(keyed_request));
+                    let left = charge.request.ceiling.saturating_sub(charge.usage.used);
+                    counter.is_some_and(|counter| remote_usage(counter, table, now_ms) > capacity.saturating_add(left))
+                }
+            }
         })
     }
 
@@ -244,11 +263,15 @@ impl ChargePlan {
                 CountingMode::Local | CountingMode::Remote => {}
                 CountingMode::Leased => {
                     let left = charge.request.ceiling.saturating_sub(charge.usage.used);
-                    if let Some((end_ms, used)) = table.known_usage(layer.counter(keyed_request), now_ms) {
-                        charge.usage.used = u64::from(used).saturating_sub(left);
-                        if left == 0 && layer.request.kind != WindowKind::Sliding {
-                            charge.usage.end_ms = end_ms;
-                        }
+                    let known = table.known_usage(layer.counter(keyed_request), now_ms);
+                    charge.request.ceiling = layer.capacity.into();
+                    charge.usage.used =
+                        known.map_or(charge.request.ceiling, |(_, used)| used.into()).saturating_sub(left);
+                    if let Some((end_ms, _)) = known
+                        && left == 0
+                        && layer.request.kind != WindowKind::Sliding
+                    {
+                        charge.usage.end_ms = end_ms;
                     }
                 }
                 CountingMode::LocalFallback if layer.is_penalty() => {
@@ -266,6 +289,20 @@ impl ChargePlan {
                     charge.request.ceiling = whole;
                 }
             }
+        }
+    }
+
+    /// Makes charges of leases that lacked tokens state the capacity of the layer, and as little usage as they know of, unless they
+    /// state the usage of the counter already.
+    pub fn state_capacity_of_leases(&self, context: &mut DecisionContext, first: usize) {
+        for charge in context.result.charges.iter_mut().skip(first).filter(|charge| charge.mode == CountingMode::Leased)
+        {
+            let capacity = u64::from(self.layer(charge.layer).capacity);
+            let left = charge.request.ceiling.saturating_sub(charge.usage.used);
+            if charge.request.ceiling > capacity && left <= u64::from(u32::MAX) {
+                charge.usage.used = capacity.saturating_sub(left);
+            }
+            charge.request.ceiling = capacity;
         }
     }
 
@@ -287,8 +324,9 @@ impl ChargePlan {
                 continue;
             }
             if table.known_usage(layer.counter(keyed_request), now_ms).is_none() {
-                // Without a lease, the charge states no usage.
-                charge.usage = Usage { used: 0, end_ms: local.end_ms };
+                // The charge states the usage of its lease, which says nothing about the counter but what this request takes.
+                let own = charge.receipt().map_or(0, |_| charge.request.cost);
+                charge.usage = Usage { used: own.into(), end_ms: local.end_ms };
             }
             charge.usage.used += local.used;
         }
@@ -419,11 +457,17 @@ impl ChargePlan {
             let mut charge = context.new_charge(self.rule_set(), layer, keyed_request, now_ms);
             match mode {
                 CountingMode::Leased => {
+                    let known = table.known_usage(layer.counter(keyed_request), now_ms);
+                    if known.is_some() {
+                        // A lease may hold more than the limit of this request, because other requests have a greater limit, or
+                        // had one: it keeps these tokens.
+                        charge.request.ceiling = CEILING_MAX;
+                    }
                     layer.use_lease(&mut charge);
-                    // More tokens were granted than the limit of this request, because other requests have a greater
-                    // limit, or had one.
-                    let granted = table.known_usage(layer.counter(keyed_request), now_ms).map_or(0, |(_, used)| used);
-                    if granted > layer.capacity && layer.is_known_full(table, keyed_request, &charge, 0, now_ms) {
+                    let is_full = |spent: u64| spent + u64::from(charge.request.cost) > u64::from(layer.capacity);
+                    if known.is_some_and(|(_, granted)| granted > layer.capacity)
+                        && layer.spent_tokens(table, keyed_request, now_ms).is_some_and(is_full)
+                    {
                         charge.request.floor = charge.request.ceiling;
                     }
                 }
@@ -473,35 +517,11 @@ impl CompiledRule {
 }
 
 impl CompiledLayer {
-    /// Whether the known usage of all gateways, with the usage in local counters, leaves too few tokens for this charge.
-    fn is_exhausted<const W: usize>(
-        &self,
-        table: &Table<W>,
-        keyed_request: KeyedRequest,
-        charge: &Charge,
-        used_locally: u64,
-        now_ms: u64,
-    ) -> bool {
-        // Tokens of a sliding window come back before the known usage ends: the store has to be asked.
-        let is_known = self.request.kind != WindowKind::Sliding;
-        charge.request.cost > self.capacity
-            || is_known && self.is_known_full(table, keyed_request, charge, used_locally, now_ms)
-    }
-
-    /// As [`CompiledLayer::is_exhausted`], as long as nothing has come back since the usage became known.
-    fn is_known_full<const W: usize>(
-        &self,
-        table: &Table<W>,
-        keyed_request: KeyedRequest,
-        charge: &Charge,
-        used_locally: u64,
-        now_ms: u64,
-    ) -> bool {
-        let (cost, capacity) = (u64::from(charge.request.cost), u64::from(self.capacity));
+    /// The tokens of a key that the store is known to have granted, without the leased ones that are not spent here.
+    fn spent_tokens<const W: usize>(&self, table: &Table<W>, keyed_request: KeyedRequest, now_ms: u64) -> Option<u64> {
         let counter = self.counter(keyed_request);
-        // Leased tokens that are not spent are not used.
-        let spent = |(_, used): (u64, u32)| u64::from(used.saturating_sub(table.leased_tokens(counter, now_ms)));
-        table.known_usage(counter, now_ms).is_some_and(|known| spent(known) + used_locally + cost > capacity)
+        let (_, granted) = table.known_usage(counter, now_ms)?;
+        Some(granted.saturating_sub(table.leased_tokens(counter, now_ms)).into())
     }
 }
 

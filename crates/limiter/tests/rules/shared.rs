@@ -152,6 +152,31 @@ fn tokens_of_a_former_limit_are_not_spent() {
     assert_eq!(decide(&mut gateway, 1, false), Some(Refused));
 }
 
+/// The rest of the tokens stays leased for requests that have the greater limit.
+#[test]
+fn a_lease_keeps_the_tokens_of_a_greater_limit() {
+    let mut gateway = Gateway::with_large_table(&[leased(10)]);
+    know(&gateway, 40);
+    deposit(&gateway, 40);
+    assert_eq!(decide(&mut gateway, 3, false), Some(Admitted));
+    assert_eq!(reported(&gateway.context), [(3, 10)]);
+    assert_eq!(gateway.table.leased_tokens(counter(&gateway, 0), NOW_MS), 37);
+    assert_eq!((decide(&mut gateway, 8, false), decide(&mut gateway, 7, false)), (Some(Refused), Some(Admitted)));
+}
+
+#[test]
+fn a_charge_states_what_it_takes_and_what_was_counted_locally() {
+    let mut gateway = Gateway::with_large_table(&[leased(10)]);
+    assert_eq!(decide(&mut gateway, 4, true), Some(Admitted));
+    deposit(&gateway, 5);
+    for own in [2, 0] {
+        assert_eq!(decide(&mut gateway, own, false), Some(Admitted));
+        let Gateway { charge_plan, table, context } = &mut gateway;
+        charge_plan.add_local_usage(table, context, 0);
+        assert_eq!(context.result.charges[0].usage, Usage { used: 4 + u64::from(own), end_ms: END_MS });
+    }
+}
+
 /// If another rule refuses, tokens need not be fetched.
 #[test]
 fn a_refusal_by_another_rule_reports_what_is_known() {

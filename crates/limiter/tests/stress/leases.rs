@@ -1,12 +1,21 @@
 //! Leases under real threads: no more tokens are spent than were deposited.
 
 use std::collections::HashMap;
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 use std::thread;
 
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, RuleId, VariantId};
+use transom_limiter::key::{KeyHash, KeyPart, OnMissing, Seed};
 use transom_limiter::leased_tokens::DepositResult;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Rule, Sharing};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
+use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::Table;
 use transom_limiter::window::Time;
 use transom_limiter::window_kind::AcquireRequest;
@@ -147,4 +156,57 @@ fn no_more_is_spent_than_was_deposited() {
 fn no_more_is_spent_than_was_deposited_in_a_full_table() {
     let table = Table::<2>::with_buckets(4, 2).expect("there is memory");
     assert!(no_more_is_spent(&table, 12) > 1_000, "too few tokens were spent");
+}
+
+/// Tokens that were leased for requests of a greater limit, spent by two threads whose limit is smaller.
+#[test]
+fn no_more_than_the_own_limit_is_spent_of_a_greater_lease() {
+    const ROUNDS: usize = 20_000;
+    let layers = vec![Limit::parse("3/minute").expect("a limit")];
+    let rule = Rule { sharing: Sharing::Lease, ..Rule::new("r", vec![KeyPart::GLOBAL], OnMissing::Never, layers) };
+    let charge_plan = Arc::new(RuleSet::new(&[rule], Seed(1, 2), None)).charge_plan([RuleId::at(0)]);
+    let table = Table::<8>::with_capacity(8 * ROUNDS).expect("there is memory");
+    let end_ms = end_ms(60_000, START_MS);
+    let request = |round: usize| {
+        let key = KeyHash { bucket_hash: mix(round as u64), tag: mix(!(round as u64)) >> 10 };
+        KeyedRequest { key, offset: 0, variant: VariantId::DEFAULT, cost: 1 }
+    };
+    for round in 0..ROUNDS {
+        let counter = charge_plan.layer(charge_plan.enforced()[0]).counter(request(round));
+        // Two of three tokens are used.
+        table.set_known_usage(counter, end_ms, 5, START_MS);
+        assert_eq!(table.deposit(counter, end_ms, 3, START_MS), DepositResult::Stored);
+    }
+    let decide = |round: usize, context: &mut DecisionContext| {
+        context.clear();
+        context.inputs.keyed_requests = vec![Some(request(round))].into();
+        charge_plan.set_counting_modes(|_rule| false, &mut context.sharing.counting_modes);
+        let layers = charge_plan.enforced_layers_of(context);
+        let now = DecisionTime::read(&|| START_MS);
+        let decided = charge_plan.decide_locally(&layers, &table, now, context, false);
+        context.return_layer_buffer(layers);
+        matches!(decided, LocalDecision::Decided(Decision::Admitted))
+    };
+    let admitted: Vec<AtomicU64> = (0..ROUNDS).map(|_| AtomicU64::new(0)).collect();
+    // The rounds that each thread has begun: none is ahead of the other.
+    let begun = [const { AtomicU64::new(0) }; 2];
+    thread::scope(|scope| {
+        for thread in 0..2 {
+            let (decide, admitted, begun) = (&decide, &admitted, &begun);
+            scope.spawn(move || {
+                let mut context = DecisionContext::default();
+                for (round, admitted) in admitted.iter().enumerate() {
+                    begun[thread].store(round as u64, Ordering::Relaxed);
+                    while begun[1 - thread].load(Ordering::Relaxed) < round as u64 {
+                        thread::yield_now();
+                    }
+                    for _ in 0..2 {
+                        admitted.fetch_add(decide(round, &mut context).into(), Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+    });
+    let most = admitted.iter().map(|admitted| admitted.load(Ordering::Relaxed)).max();
+    assert_eq!(most, Some(1), "in one window");
 }
