@@ -208,7 +208,7 @@ const STATUS_CODES: [(&str, &str); 4] = [
     ("crates/limiter/src/tower.rs", "the middleware refuses with 429"),
 ];
 /// Files that may use atomics, with the reason.
-const ATOMICS: [(&str, &str); 11] = [
+const ATOMICS: [(&str, &str); 12] = [
     ("crates/runtime/src/clock.rs", "workers share the offset of the clock"),
     ("crates/runtime/src/metrics/storage.rs", "counted by one worker, read by a scrape"),
     (
@@ -216,6 +216,7 @@ const ATOMICS: [(&str, &str); 11] = [
         "connections of all workers are counted, once at their start and once at their end",
     ),
     ("crates/store/src/usage_order.rs", "calls of all workers to the store are numbered in one order"),
+    ("crates/store/src/unreported_usage.rs", "all workers state usage that one of them has yet to report"),
     ("src/upstream/request_limit.rs", "requests of all workers are counted where they are limited"),
     ("src/upstream/server_health.rs", "workers share the health of servers"),
     ("src/access_log/mod.rs", "whether the file was moved"),

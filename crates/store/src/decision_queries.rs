@@ -154,7 +154,8 @@ impl SharedCounters {
             let Some(keyed_request) = query.keyed_requests[layer_ref.position] else { continue };
             let counter = charge_plan.layer(layer_ref).counter(keyed_request);
             self.table.reset(counter.lease(), charge.request.leased(), rule_set.time(now_ms));
-            let _order = self.usage_order.lock(counter_id(counter));
+            let mut order = self.usage_order.lock(counter_id(counter));
+            order.change_reported(|_| 0);
             if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
                 self.table.set_known_usage(counter, end_ms, 0, now_ms);
             }

@@ -236,7 +236,7 @@ impl SharedCounters {
         let is_exceeded = reply.used > u64::from(layer.capacity);
         let withdrawn = if is_exceeded { self.table.withdraw(counter, target.end_ms, u32::MAX) } else { 0 };
         let used = reply.used.saturating_sub(u64::from(withdrawn));
-        self.note_store_usage(counter, request.window.kind, reply, used, 0, self.clock.now().unix_ms);
+        self.note_store_usage(counter, request.window.kind, reply, used, 0);
         if withdrawn > 0 {
             self.refund_later(vec![target.refund(withdrawn.into())]);
         }
@@ -505,14 +505,14 @@ impl SharedDecision {
             charge.is_full = refused && charge.usage.used > 0;
             // A penalty that the store does not know keeps its end.
             if used > 0 || local.used == 0 {
-                shared.note_store_usage(counter, kind, reply, used, 0, now_ms);
+                shared.note_store_usage(counter, kind, reply, used, 0);
             }
             return false;
         }
         // If nothing was acquired, the reply is only what the store knows.
         let used = used.max(shared.known_usage(counter, reply.end_ms, least, generation));
         let known_now: u64 = shared.table.known_usage(counter, now_ms).map_or(0, |(_, known)| known.into());
-        let used = shared.note_store_usage(counter, kind, reply, used, 0, now_ms);
+        let used = shared.note_store_usage(counter, kind, reply, used, 0);
         let is_counted_here = !refused && charge_plan.rule_of(sent.layer).rule.on_outage == OnOutage::Local;
         let local_now = match is_counted_here {
             true => shared.used_locally(charge_plan.rule_set(), sent.layer.id, sent.keyed_request).used,

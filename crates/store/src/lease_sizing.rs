@@ -10,6 +10,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::ops::{AddAssign, SubAssign};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -87,10 +88,39 @@ pub struct LeaseRecord {
 #[derive(Clone, Copy)]
 pub struct UnansweredCharge {
     pub id: ChargeId,
-    /// 0 once a reply has them.
-    pub tokens: u64,
+    /// None once a reply has them.
+    pub tokens: UnansweredTokens,
     /// No call of this worker up to this number has these tokens. `u64::MAX`: the charge was not sent yet.
     pub sent_after: u64,
+}
+
+/// Tokens that were used already when a call in the background began to charge them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct UnansweredTokens {
+    /// Of reports of usage that was counted locally.
+    pub reports: u64,
+    /// Beyond what a request was charged, or of a refused request.
+    pub charges: u64,
+}
+
+impl UnansweredTokens {
+    pub fn sum(self) -> u64 {
+        self.reports.saturating_add(self.charges)
+    }
+}
+
+impl AddAssign for UnansweredTokens {
+    fn add_assign(&mut self, more: UnansweredTokens) {
+        self.reports = self.reports.saturating_add(more.reports);
+        self.charges = self.charges.saturating_add(more.charges);
+    }
+}
+
+impl SubAssign for UnansweredTokens {
+    fn sub_assign(&mut self, less: UnansweredTokens) {
+        self.reports = self.reports.saturating_sub(less.reports);
+        self.charges = self.charges.saturating_sub(less.charges);
+    }
 }
 
 /// The identity of an [`UnansweredCharge`] among those of a worker.
@@ -107,14 +137,29 @@ pub struct Refusal {
     pub usage: Usage,
 }
 
+/// What the reply to a call says about the charges of this worker.
+#[derive(Default)]
+pub struct NotedCall {
+    /// A later one was noted before.
+    pub is_outdated: bool,
+    /// The tokens that the reply has: they are unanswered no longer.
+    pub answered: UnansweredTokens,
+    /// Those that it lacks.
+    pub unanswered: UnansweredTokens,
+}
+
 impl LeaseRecord {
-    /// Notes the reply to a call. Returns whether a later one was noted before, and the tokens of charges that the reply has: they
-    /// are unanswered no longer.
-    pub fn note_call(&mut self, call: u64) -> (bool, u64) {
-        let is_outdated = call < self.latest_call;
+    /// Notes the reply to a call.
+    pub fn note_call(&mut self, call: u64) -> NotedCall {
+        let mut noted = NotedCall { is_outdated: call < self.latest_call, ..NotedCall::default() };
         self.latest_call = self.latest_call.max(call);
-        let answered = self.unanswered.iter_mut().filter(|charge| charge.sent_after < call);
-        (is_outdated, answered.map(|charge| std::mem::take(&mut charge.tokens)).sum())
+        for charge in &mut self.unanswered {
+            match charge.sent_after < call {
+                true => noted.answered += std::mem::take(&mut charge.tokens),
+                false => noted.unanswered += charge.tokens,
+            }
+        }
+        noted
     }
 
     fn new(counter: Counter, shard: u32, now: Instant) -> LeaseRecord {

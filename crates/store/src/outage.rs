@@ -10,13 +10,12 @@ use tokio::task::{JoinHandle, spawn_local};
 use super::circuit_breaker::FAILURES_MAX;
 use super::client::StoreError;
 use super::connection::log_excerpt;
-use super::lease_sizing::{CounterId, counter_id};
+use super::lease_sizing::{CounterId, LeaseRecord, UnansweredTokens, counter_id};
 use super::outage_log::WorkerOutage;
 use super::reconnecting::ServerId;
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget, TOKENS_MAX};
 use super::shared_counters::SharedCounters;
 use super::unreported_usage::UnreportedCharge;
-use super::usage_order::CounterOrder;
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
@@ -211,6 +210,18 @@ impl SharedCounters {
         }
     }
 
+    /// Whether servers lack usage that this worker has counted without them, in windows that are open, or refunds.
+    pub fn has_unreported(&self) -> bool {
+        self.unreported.has_some(|charge| self.has_ended(charge)) || !self.kept_refunds.is_empty()
+    }
+
+    /// Waits until servers have what they lack: [`SharedCounters::run`] reports it.
+    pub async fn wait_until_reported(&self) {
+        while self.has_unreported() {
+            tokio::time::sleep(PROBE_PERIOD).await;
+        }
+    }
+
     /// The servers of unreported usage and kept refunds, except for those that are known to be unreachable.
     fn servers_to_report_to(&self) -> impl Iterator<Item = ServerId> {
         let mut servers = self.kept_refunds.servers(|base| self.store.server_of(base));
@@ -228,10 +239,12 @@ impl SharedCounters {
 
     /// Some unreported counters of a server; drops those whose windows have ended.
     fn next_to_report(&self, server: ServerId) -> Vec<CounterId> {
-        let has_ended = |charge: &UnreportedCharge| {
-            self.used_locally(&charge.rule_set, charge.layer, charge.keyed_request).used == 0
-        };
-        self.unreported.due(REPORTS_AT_ONCE, |charge| self.server_of(charge) == server, has_ended)
+        self.unreported.due(REPORTS_AT_ONCE, |charge| self.server_of(charge) == server, |charge| self.has_ended(charge))
+    }
+
+    /// Whether the window has ended, or another worker has reported its usage.
+    fn has_ended(&self, charge: &UnreportedCharge) -> bool {
+        self.used_locally(&charge.rule_set, charge.layer, charge.keyed_request).used == 0
     }
 
     /// Reports to a server what was counted without it; returns `false` if the server is unreachable again.
@@ -267,9 +280,11 @@ impl SharedCounters {
     /// was sent after the last change: then the store executed the call after everything that is known. An earlier call raises
     /// only. So the known usage is never less than what this process was granted, and yet follows a refund or a reset within one
     /// round trip: the next call is sent after the last change. A grant that leaves the usage as it was, because something
-    /// was refunded, is a change as well: of two such calls, the reply to the other one may lack it. A charge of another
-    /// worker that is unanswered and that the reply has already counts twice until it is answered, which refuses early and
-    /// never admits too much.
+    /// was refunded, is a change as well: of two such calls, the reply to the other one may lack it.
+    ///
+    /// Whether a reply has the unanswered tokens of another worker is not known. The known usage is then at least the reported one,
+    /// and at least what it was before, with these tokens: they do not count twice if the reply has them. Of a report, they do until
+    /// it is answered: they are tokens of admitted requests, of which a late grant may not know.
     ///
     /// Around an outage the known usage is not less than before with the `leased` tokens of the reply, because of sharded counters,
     /// whose reports are no unanswered charges.
@@ -280,15 +295,18 @@ impl SharedCounters {
         reply: CounterReply,
         used: u64,
         leased: u64,
-        now_ms: u64,
     ) -> u64 {
         let mut order = self.usage_order.lock(counter_id(counter));
-        let (is_outdated, answered) =
-            self.leases.with_existing(counter_id(counter), |record| record.note_call(reply.call)).unwrap_or_default();
-        let CounterOrder { changed, unanswered } = order.get();
-        order.remove_unanswered(answered);
+        let now_ms = self.clock.now().unix_ms;
+        let note = |record: &mut LeaseRecord| record.note_call(reply.call);
+        let noted = self.leases.with_existing(counter_id(counter), note).unwrap_or_default();
+        let former = order.get();
+        order.remove_unanswered(noted.answered);
+        let unanswered = order.get().unanswered;
         let known = self.table.known_usage(counter, now_ms);
-        if is_outdated && let Some((_, known)) = known {
+        if noted.is_outdated
+            && let Some((_, known)) = known
+        {
             return known.into();
         }
         let is_settled = self.breaker.is_settled(self.clock.instant());
@@ -301,13 +319,17 @@ impl SharedCounters {
         let before = known.filter(is_same_window).map(|(end_ms, known)| (end_ms, u64::from(known)));
         let least = before.filter(|(end_ms, _)| *end_ms == reply.end_ms && !is_settled);
         let least = least.map_or(0, |(_, known)| known.saturating_add(leased));
-        let reported_before = before.map_or(0, |(_, known)| known.saturating_sub(unanswered));
-        let unanswered = unanswered.saturating_sub(answered);
-        let is_newest = reply.call > changed;
+        let known_before = before.map_or(0, |(_, known)| known.saturating_sub(former.unanswered.reports));
+        let has_charges = |unanswered: UnansweredTokens| before.is_some() && unanswered.charges > 0;
+        let reported_before = if has_charges(former.unanswered) { former.reported } else { known_before };
+        let is_newest = reply.call > former.changed;
         let reported = if is_newest { used } else { used.max(reported_before) };
-        let used = reported.saturating_add(unanswered).max(least);
-        let is_changed = used.saturating_sub(unanswered) != reported_before || is_newest && reply.granted > 0;
-        if before.is_none() || is_changed {
+        let reported = reported.max(least.saturating_sub(unanswered.reports));
+        let least = if has_charges(unanswered) { known_before } else { 0 };
+        let with_charges = reported.saturating_add(noted.unanswered.charges).max(least);
+        let used = with_charges.saturating_add(unanswered.reports);
+        order.change_reported(|_| reported);
+        if before.is_none() || reported != reported_before || is_newest && reply.granted > 0 {
             order.note_change();
         }
         let known = u32::try_from(used).unwrap_or(u32::MAX);
@@ -328,14 +350,16 @@ impl SharedCounters {
     pub(super) fn raise_known_usage(&self, counter: Counter, end_ms: u64, used: u32, now_ms: u64) {
         let mut order = self.usage_order.lock(counter_id(counter));
         self.table.set_known_usage(counter, end_ms, used, now_ms);
+        order.change_reported(|_| used.into());
         order.note_change();
     }
 
     /// Subtracts tokens that are refunded from the known usage, if its window ends at `end_ms`. The refund is sent afterwards, so a
     /// reply that lacks it raises the known usage again, and none lowers it twice.
     pub(super) fn lower_known_usage(&self, counter: Counter, end_ms: Option<u64>, tokens: u32) {
-        let _order = self.usage_order.lock(counter_id(counter));
+        let mut order = self.usage_order.lock(counter_id(counter));
         self.table.subtract_known_usage(counter, end_ms, tokens, self.clock.now().unix_ms);
+        order.change_reported(|reported| reported.saturating_sub(tokens.into()));
     }
 
     /// Adds tokens to the known usage that are used and not reported by the store yet. `end_ms`: the end of their window, as far
@@ -441,7 +465,10 @@ impl SharedCounters {
         // The tokens are part of the known usage, and not of replies to calls that were sent before.
         let unanswered = (shards == 1).then(|| self.new_charge());
         match unanswered {
-            Some(charge_id) => self.add_unanswered(&mut order, charge_id, counter, tokens),
+            Some(charge_id) => {
+                let tokens = UnansweredTokens { reports: tokens, charges: 0 };
+                self.add_unanswered(&mut order, charge_id, counter, tokens);
+            }
             None => order.note_change(),
         }
         drop(order);
@@ -606,10 +633,32 @@ mod tests {
             let held = worker.store.stop_holding();
             assert_eq!(worker.known_usage("a"), Some(42));
             assert_eq!(other.decide("a", 1).await, Some(true));
-            assert!(worker.known_usage("a") >= Some(43), "the charge may count twice until it is answered");
+            assert_eq!(worker.known_usage("a"), Some(43), "the charge does not count twice");
             held.notify_waiters();
             worker.settled_calls().await;
             assert_eq!(worker.known_usage("a"), Some(43));
+        });
+    }
+
+    #[test]
+    fn charges_without_a_reply_refuse_nothing_that_the_store_admits() {
+        run(async {
+            let worker = TestWorker::new(&[exact("50/hour")]).await;
+            let other = worker.beside();
+            assert_eq!([worker.decide("a", 1).await, other.decide("a", 1).await], [Some(true); 2]);
+            worker.store.take_calls();
+            worker.store.hold();
+            let rule = worker.charge_plan.rules().as_slice()[0];
+            worker.shared.overdraw(&worker.rule_set, rule, worker.request(0, "a", 40), &"r|a".into());
+            worker.store.next_calls().await;
+            let held = worker.store.stop_holding();
+            for cost in [1, 1, 6] {
+                assert_eq!(other.decide("a", cost).await, Some(true));
+            }
+            assert_eq!((worker.store.used(KEY), other.decide("a", 1).await), (50, Some(false)));
+            held.notify_waiters();
+            worker.settled_calls().await;
+            assert_eq!(worker.known_usage("a"), Some(50));
         });
     }
 

@@ -161,6 +161,12 @@ impl KeptRefunds {
         kept.refunds.extend(refunds.into_iter().take(space).map(|refund| refund.with_key(|key| Box::from(&**key))));
     }
 
+    /// Whether none is kept or being sent.
+    pub fn is_empty(&self) -> bool {
+        let kept = self.lock();
+        kept.refunds.is_empty() && kept.taken == 0
+    }
+
     /// The distinct values of `server_of` over all key bases.
     pub fn servers(&self, server_of: impl Fn(&str) -> ServerId) -> HashSet<ServerId> {
         self.lock().refunds.iter().map(|refund| server_of(&refund.key_base)).collect()

@@ -18,7 +18,7 @@ use super::reconnecting::ServerId;
 use super::reported_usage::{KeptRefunds, ReportedUsage};
 use super::scripts::{AcquireReply, CounterRequest, LEAD_MAX_MS, Refund, RefundTarget};
 use super::sentinel::reply_text;
-use super::unreported_usage::UnreportedUsage;
+use super::unreported_usage::{UnreportedCount, UnreportedUsage};
 use super::usage_order::UsageOrder;
 use transom_config::redis::StoreConfig;
 use transom_limiter::charge_plan::ChargePlan;
@@ -50,6 +50,7 @@ pub struct SharedByWorkers {
     pub deferred_refunds: Arc<DeferredRefunds>,
     pub outages: Arc<OutageLog>,
     pub usage_order: Arc<UsageOrder>,
+    pub unreported: Arc<UnreportedCount>,
     pub reported: Arc<ReportedUsage>,
     pub kept_refunds: Arc<KeptRefunds>,
 }
@@ -61,6 +62,7 @@ impl SharedByWorkers {
             deferred_refunds: Arc::default(),
             outages: Arc::default(),
             usage_order: Arc::default(),
+            unreported: Arc::default(),
             reported: Arc::default(),
             kept_refunds: Arc::default(),
         }
@@ -98,10 +100,12 @@ pub struct SharedCounters {
 impl SharedCounters {
     pub fn new(
         config: &StoreConfig,
-        SharedByWorkers { table, deferred_refunds, outages, usage_order, reported, kept_refunds }: SharedByWorkers,
+        of_workers: SharedByWorkers,
         clock: Clock,
         metrics: StoreMetrics,
     ) -> Rc<SharedCounters> {
+        let SharedByWorkers { table, deferred_refunds, outages, usage_order, unreported, reported, kept_refunds } =
+            of_workers;
         Rc::new(SharedCounters {
             store: RedisClient::new(config),
             table,
@@ -110,7 +114,7 @@ impl SharedCounters {
             prefix: config.prefix.clone(),
             leases: Leases::default(),
             breaker: CircuitBreakers::default(),
-            unreported: UnreportedUsage::default(),
+            unreported: UnreportedUsage::new(unreported),
             deferred_refunds,
             outages,
             usage_order,
@@ -223,8 +227,8 @@ impl SharedCounters {
         reply
     }
 
-    /// Refunds tokens. Those of servers that are known to be unreachable are kept. The tokens of a call that fails stay used until
-    /// their window ends.
+    /// Refunds tokens. Those of servers that cannot be reached are kept. The tokens of a call that fails stay used until their window
+    /// ends: the store may have executed it.
     pub(super) async fn refund(self: &Rc<Self>, refunds: Vec<Refund>) {
         let mut calls: Vec<Vec<Refund>> = Vec::new();
         for refund in refunds {
@@ -242,17 +246,22 @@ impl SharedCounters {
             let send = |call| spawn_local(Rc::clone(self).refund_or_keep(call));
             let sent: Vec<_> = std::mem::replace(&mut calls, others).into_iter().map(send).collect();
             for sent in sent {
-                // A failed call has logged its error.
                 let _ = sent.await;
             }
         }
     }
 
     async fn refund_or_keep(self: Rc<Self>, refunds: Vec<Refund>) {
-        match refunds.first() {
-            Some(first) if self.is_unreachable(&first.key_base) => self.kept_refunds.keep(refunds),
-            _ => _ = self.refund_in_one_call(&refunds).await,
+        let Some(first) = refunds.first() else { return };
+        if self.is_unreachable(&first.key_base) {
+            return self.kept_refunds.keep(refunds);
         }
+        if let Err(error) = self.store.ensure_connected(&first.key_base).await {
+            self.record_error(self.store.server_of(&first.key_base), &error);
+            return self.kept_refunds.keep(refunds);
+        }
+        // A failed call has logged its error.
+        let _ = self.refund_in_one_call(&refunds).await;
     }
 
     /// One refund call, with bookkeeping.
@@ -483,7 +492,8 @@ async fn check_eviction(connection: Rc<Connection>) {
 #[cfg(test)]
 mod tests {
     use super::super::test_worker::{
-        Call, HOUR_KEY, HOUR_MS, KEY, MINUTE_KEY, START_MS, TestWorker, acquire, leased, local, run, shard_key, sharded,
+        Call, HOUR_KEY, HOUR_MS, KEY, MINUTE_KEY, START_MS, TestWorker, acquire, leased, local, named, run, shard_key,
+        sharded,
     };
     use super::*;
     use transom_limiter::decision::Decision;
@@ -579,6 +589,42 @@ mod tests {
             assert!(worker.shared.send_kept_refunds(ServerId::ONLY).await);
             assert_eq!(sizes(), [REFUNDS_PER_CALL]);
             assert_eq!(worker.store.used("k:1"), 10_000 - 3 * REFUNDS_PER_CALL as u64);
+        });
+    }
+
+    /// The gateway does not know yet that the server is unreachable.
+    #[test]
+    fn refunds_that_cannot_be_sent_are_kept() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            worker.store.set_used("k:1", 10);
+            let target =
+                RefundTarget { key_base: "k".into(), kind: WindowKind::Plain, number: 1, limit: 9, end_ms: u64::MAX };
+            worker.store.set_refusing(true);
+            assert!(worker.shared.store.probe().await.is_err());
+            worker.shared.refund(vec![target.refund(3)]).await;
+            worker.store.set_refusing(false);
+            assert_eq!(worker.store.used("k:1"), 10);
+            worker.shared.report_to_reachable().await;
+            assert_eq!(worker.store.used("k:1"), 7);
+        });
+    }
+
+    #[test]
+    fn refunds_without_an_outage_do_not_wait_for_reports() {
+        run(async {
+            let rules =
+                [leased(&["100/hour"]), named("exact", Rule { sharing: Sharing::Exact, ..leased(&["9/hour"]) })];
+            let worker = TestWorker::new(&rules).await;
+            let (decision, context) = worker.outcome("a", 1).await.unwrap();
+            assert!(matches!(decision, Decision::Admitted));
+            // If it waited, the test would never end.
+            let _reports = worker.shared.reported.lock(counter_id(worker.counter("a", 0)));
+            let layers = || keyed_layers(&worker.charge_plan, &context.inputs.keyed_requests);
+            let counter_of = |charged: &ShardReceipt| counter_of_receipt(&worker.rule_set, layers(), charged);
+            let mut refunded = 0;
+            worker.shared.refund_receipts(context.all_receipts(), u32::MAX, counter_of, |_| refunded += 1);
+            assert_eq!(refunded, 1);
         });
     }
 

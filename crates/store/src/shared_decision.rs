@@ -313,7 +313,7 @@ impl SharedCounters {
                 }
                 (admitted, shadow) => {
                     self.prefetch(charge_plan, context);
-                    if !self.unreported.is_empty() {
+                    if self.unreported.has_any_worker_some() {
                         charge_plan.add_local_usage(&self.table, context, first);
                     }
                     self.record_unreported(charge_plan, context, first, store_keys);
@@ -400,6 +400,7 @@ impl SharedDecision {
     /// Refuses the charges from `first` on, which are undone already. `None`: a shadow rule, which only records the
     /// refusal.
     pub(super) fn refuse(&mut self, charge_plan: &ChargePlan, first: usize) -> Option<NextStep> {
+        charge_plan.state_capacity_of_leases(&mut self.context, first);
         let shadow = self.progress.group.checked_sub(1).and_then(|nth| charge_plan.shadow_rules().get(nth).copied());
         if let Some(position) = shadow {
             self.context.result.shadowed.push(position);

@@ -121,6 +121,8 @@ struct StoreState {
     held: RefCell<Option<Rc<Notify>>>,
     /// Whether calls are executed and get no reply: the connection ends.
     is_down: Cell<bool>,
+    /// Whether connections end before their first reply, and calls of open ones are not executed.
+    is_refusing: Cell<bool>,
     /// The reply to `INFO`.
     info: Cell<&'static str>,
 }
@@ -137,6 +139,7 @@ impl TestStore {
             lead_ms: Cell::new(0),
             held: RefCell::default(),
             is_down: Cell::new(false),
+            is_refusing: Cell::new(false),
             info: Cell::new("maxmemory:0"),
         }));
         let accepting = store.clone();
@@ -187,6 +190,11 @@ impl TestStore {
         self.0.is_down.set(is_down);
     }
 
+    /// Sets whether connections end without a reply, before a call is executed.
+    pub fn set_refusing(&self, is_refusing: bool) {
+        self.0.is_refusing.set(is_refusing);
+    }
+
     /// Executes calls, and holds the replies back from now on.
     pub fn hold(&self) {
         self.0.held.replace(Some(Rc::default()));
@@ -207,6 +215,9 @@ impl TestStore {
         let mut stream = BufReader::new(stream);
         loop {
             let command = read_command(&mut stream).await?;
+            if self.0.is_refusing.get() {
+                return None;
+            }
             let reply = self.execute(&command);
             if self.0.is_down.get() {
                 return None;

@@ -15,12 +15,12 @@ use tokio::time::Instant;
 
 use super::client::StoreError;
 use super::lease_sizing::{
-    ChargeId, InFlightFetch, LeaseRecord, Refusal, UnansweredCharge, UndepositedTokens, counter_id,
+    ChargeId, InFlightFetch, LeaseRecord, Refusal, UnansweredCharge, UnansweredTokens, UndepositedTokens, counter_id,
 };
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget};
 use super::shared_counters::SharedCounters;
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
-use super::usage_order::LockedOrder;
+use super::usage_order::{CounterOrder, LockedOrder};
 use transom_limiter::acquire::Charge;
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision_context::{DecisionContext, DecisionResult};
@@ -183,7 +183,7 @@ impl SharedCounters {
         let known = self.known_usage(fetch.counter, reply.end_ms, request.used_min, fetch.generation);
         let has_lost_counts = reply.used < known;
         let used = reply.used.max(known);
-        let usage = self.note_store_usage(fetch.counter, request.window.kind, reply, used, reply.granted, now_ms);
+        let usage = self.note_store_usage(fetch.counter, request.window.kind, reply, used, reply.granted);
         let is_full = used.saturating_add(request.need) > request.ceiling;
         let is_question = request.need > 0 || request.want == 0;
         if is_question && reply.granted == 0 && is_full && fetch.shards == 1 {
@@ -195,7 +195,7 @@ impl SharedCounters {
             if !has_lost_counts {
                 record.generation = self.generation.get();
             }
-            record.record_reply(reply.granted, lease_end_ms, request.need > 0);
+            record.record_reply(reply.granted, lease_end_ms, is_question);
             record.refusal = record.refusal.filter(|_| reply.granted == 0);
             record.refund_target.replace(refund_target.clone())
         });
@@ -274,7 +274,7 @@ impl SharedCounters {
                 Some((store_key, record.next_fetch_size(cost, now)))
             });
             if let Some((store_key, want)) = low.flatten() {
-                fetches.push(self.token_fetch(charge_plan, layer_ref, keyed_request, store_key, 0, want));
+                fetches.push(self.token_fetch(charge_plan, layer_ref, keyed_request, store_key).with_tokens(0, want));
             }
         }
         if !fetches.is_empty() {
@@ -304,18 +304,13 @@ impl SharedCounters {
             let due = self.leases.with_or_insert(layer.counter(keyed_request), self.own_shard, now, |record| {
                 record.is_recheck_due(now, period_ms)
             });
+            // A refused request opens no window.
+            let want = if layer.request.kind.is_opened_by_requests() { 0 } else { u64::from(charge.request.cost) };
             if due == Some(true)
                 && let Some(store_key) = store_key(layer_ref.position)
                 && !self.is_unreachable(&self.key_base(&store_key, "", 0))
             {
-                fetches.push(self.token_fetch(
-                    charge_plan,
-                    layer_ref,
-                    keyed_request,
-                    store_key,
-                    0,
-                    u64::from(charge.request.cost),
-                ));
+                fetches.push(self.token_fetch(charge_plan, layer_ref, keyed_request, store_key).with_tokens(0, want));
             }
         }
         if !fetches.is_empty() {
@@ -413,7 +408,7 @@ impl SharedCounters {
             let is_closed = used == 0 && request.window.kind.is_opened_by_requests();
             need = tokens.min(request.ceiling.saturating_sub(used));
             if is_charged || is_closed || need == 0 {
-                self.note_store_usage(counter, request.window.kind, reply, used, 0, self.clock.now().unix_ms);
+                self.note_store_usage(counter, request.window.kind, reply, used, 0);
                 end_charge(is_charged);
                 return;
             }
@@ -430,7 +425,7 @@ impl SharedCounters {
     /// Adds tokens to the known usage that a call in the background charges: the next request may come before the reply.
     pub(super) fn begin_charge(&self, id: ChargeId, counter: Counter, window: StoreWindow, tokens: u64) {
         let mut order = self.usage_order.lock(counter_id(counter));
-        self.add_unanswered(&mut order, id, counter, tokens);
+        self.add_unanswered(&mut order, id, counter, UnansweredTokens { reports: 0, charges: tokens });
         let now_ms = self.clock.now().unix_ms;
         let known_end_ms = self.table.known_usage(counter, now_ms).map(|(end_ms, _)| end_ms);
         // Only the store knows when a window ends that a request has opened.
@@ -440,13 +435,20 @@ impl SharedCounters {
         }
     }
 
-    /// Notes a charge in the background whose tokens are part of the known usage. `order`: of the counter.
-    pub(super) fn add_unanswered(&self, order: &mut LockedOrder<'_>, id: ChargeId, counter: Counter, tokens: u64) {
+    /// Notes a charge in the background whose tokens become part of the known usage under the same lock. `order`: of the counter.
+    pub(super) fn add_unanswered(
+        &self,
+        order: &mut LockedOrder<'_>,
+        id: ChargeId,
+        counter: Counter,
+        tokens: UnansweredTokens,
+    ) {
         let charge = UnansweredCharge { id, tokens, sent_after: u64::MAX };
-        let now = self.clock.instant();
-        let added = self.leases.with_or_insert(counter, self.own_shard, now, |record| record.unanswered.push(charge));
-        match added {
-            Some(()) => order.add_unanswered(tokens),
+        let now = self.clock.now();
+        let known = self.table.known_usage(counter, now.unix_ms).map_or(0, |(_, known)| known.into());
+        let push = |record: &mut LeaseRecord| record.unanswered.push(charge);
+        match self.leases.with_or_insert(counter, self.own_shard, self.clock.instant(), push) {
+            Some(()) => order.add_unanswered(tokens, known),
             None => order.note_change(),
         }
     }
@@ -469,15 +471,20 @@ impl SharedCounters {
             let position = record.unanswered.iter().position(|charge| charge.id == id)?;
             Some(record.unanswered.remove(position).tokens)
         });
-        let Some(tokens) = ended.flatten().filter(|tokens| *tokens > 0) else { return };
-        order.remove_unanswered(tokens);
-        match stays_known {
-            true => order.note_change(),
-            false => {
-                let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-                self.table.subtract_known_usage(counter, None, tokens, self.clock.now().unix_ms);
-            }
+        let Some(tokens) = ended.flatten().filter(|tokens| tokens.sum() > 0) else { return };
+        if stays_known {
+            order.change_reported(|reported| reported.saturating_add(tokens.sum()));
+            order.remove_unanswered(tokens);
+            return order.note_change();
         }
+        // The known usage has more than the reported one, if no reply had the tokens. It does not become less.
+        let CounterOrder { unanswered, reported, .. } = order.get();
+        order.remove_unanswered(tokens);
+        let now_ms = self.clock.now().unix_ms;
+        let known: u64 = self.table.known_usage(counter, now_ms).map_or(0, |(_, known)| known.into());
+        let more = known.saturating_sub(unanswered.reports).saturating_sub(reported);
+        let tokens = u32::try_from(tokens.sum().min(more)).unwrap_or(u32::MAX);
+        self.table.subtract_known_usage(counter, None, tokens, now_ms);
     }
 
     /// Adds the layers to a refused decision that the store would have decided, and that were not sent because other layers had
@@ -615,20 +622,18 @@ impl SharedCounters {
         used_min.max(known_usage.map_or(0, |(_, used)| u64::from(used)))
     }
 
-    #[allow(clippy::too_many_arguments, reason = "the parts of a fetch")]
+    /// A fetch of no tokens for one layer.
     pub(super) fn token_fetch(
         &self,
         charge_plan: &ChargePlan,
         layer_ref: LayerRef,
         keyed_request: KeyedRequest,
         store_key: Rc<str>,
-        need: u64,
-        want: u64,
     ) -> TokenFetch {
         let (rule_set, layer) = (charge_plan.rule_set(), charge_plan.layer(layer_ref));
         let now_ms = self.clock.now().unix_ms;
-        let base_request = self.counter_request(rule_set, layer_ref.id, keyed_request, &store_key, now_ms);
-        self.record_local_usage(rule_set, layer_ref.id, keyed_request, &store_key, base_request.ceiling);
+        let request = self.counter_request(rule_set, layer_ref.id, keyed_request, &store_key, now_ms);
+        self.record_local_usage(rule_set, layer_ref.id, keyed_request, &store_key, request.ceiling);
         TokenFetch {
             rule_set: Arc::clone(rule_set),
             layer: layer_ref.id,
@@ -637,8 +642,14 @@ impl SharedCounters {
             store_key,
             shards: layer.shards,
             generation: self.generation.get(),
-            request: CounterRequest { need, want, ..base_request },
+            request,
         }
+    }
+}
+
+impl TokenFetch {
+    fn with_tokens(self, need: u64, want: u64) -> TokenFetch {
+        TokenFetch { request: CounterRequest { need, want, ..self.request }, ..self }
     }
 }
 
@@ -758,11 +769,14 @@ impl SharedDecision {
         true
     }
 
-    /// Whether one call fetches everything, and the store decides no layers afterwards.
+    /// Whether one call fetches everything, and the store decides no layers afterwards that could refuse as well. Shadow rules refuse
+    /// nothing, and each is decided by itself.
     fn is_one_call(&self, charge_plan: &ChargePlan, missing: &[usize]) -> bool {
         let (sharing, keyed_requests) = (&self.context.sharing, &self.context.inputs.keyed_requests);
         let is_sent = |position| {
             sharing.counting_modes[position] == CountingMode::Remote
+                && self.progress.group == 0
+                && !charge_plan.shadow_rules().contains(&position)
                 && !self.progress.without_store[position]
                 && keyed_requests[position].is_some()
         };
@@ -817,7 +831,8 @@ impl SharedDecision {
                 if need > 0 { record.next_fetch_size(need, now) } else { 0 }
             });
             let want = want.unwrap_or(need);
-            let mut fetch = shared.token_fetch(charge_plan, layer_ref, keyed_request, store_key, need, want);
+            let fetch = shared.token_fetch(charge_plan, layer_ref, keyed_request, store_key);
+            let mut fetch = fetch.with_tokens(need, want);
             // Enough is leased, of which this request may perhaps not spend any more. Tokens that stay leased are not used.
             let unspent = need.cast_signed() - lacking;
             fetch.request.ceiling += unspent.cast_unsigned();
@@ -911,7 +926,7 @@ mod tests {
     use super::*;
     use transom_limiter::decision::Decision;
     use transom_limiter::handles::{Handle, VariantId};
-    use transom_limiter::rule::{Plan, Rule};
+    use transom_limiter::rule::{OnLimit, Plan, Rule};
     use transom_limiter::window::Windows;
 
     /// A rule `r` with a sliding window.
@@ -926,7 +941,7 @@ mod tests {
         fn fetch(&self, rule: usize, layer: usize, key: &str, need: u64, want: u64) -> TokenFetch {
             let (layer_ref, request) = (self.layer_ref(rule, layer), self.request(rule, key, 1));
             let text = self.store_keys(key)[layer_ref.position].clone().unwrap();
-            self.shared.token_fetch(&self.charge_plan, layer_ref, request, text, need, want)
+            self.shared.token_fetch(&self.charge_plan, layer_ref, request, text).with_tokens(need, want)
         }
 
         /// Deposits what a store replies to a fetch for the first layer. Returns the usage if that is a refusal.
@@ -1007,6 +1022,27 @@ mod tests {
     }
 
     #[test]
+    fn all_workers_state_what_one_of_them_has_counted_locally() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["9/hour"])]).await;
+            let other = worker.beside();
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            worker.store.hold();
+            let mut pending = worker.pending("a", 2);
+            pending.deadline = Instant::from_std(worker.clock.instant());
+            assert!(matches!(pending.decide(&worker.charge_plan).await.unwrap().decision, Decision::Admitted));
+            worker.store.release();
+            worker.settled_calls().await;
+            // The late reply has left two leased tokens.
+            let (_, context) = other.outcome("a", 1).await.unwrap();
+            assert_eq!((other.settled_calls().await, context.result.charges[0].usage.used), (vec![], 4));
+            worker.shared.report_to_reachable().await;
+            let (_, context) = other.outcome("a", 1).await.unwrap();
+            assert_eq!(context.result.charges[0].usage.used, 5);
+        });
+    }
+
+    #[test]
     fn one_call_fetches_for_all_counters_that_are_not_sharded() {
         run(async {
             let wide = named("wide", sharded("80/hour"));
@@ -1053,6 +1089,36 @@ mod tests {
             // Tokens of an open window are leased.
             assert_eq!(worker.decide("b", 2).await, Some(true));
             assert!(worker.record("b", |record| record.refund_target.is_some()));
+        });
+    }
+
+    #[test]
+    fn a_shadow_rule_does_not_prevent_leases_of_windows_that_requests_open() {
+        run(async {
+            let mut rule = leased(&["9/hour"]);
+            rule.layers[0].windows = Windows::FirstRequest { period_ms: HOUR_MS };
+            let shadow = Rule { on_limit: OnLimit::Shadow, ..leased(&["5/hour"]) };
+            let worker = TestWorker::new(&[rule, Rule { sharing: Sharing::Exact, ..named("shadow", shadow) }]).await;
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            assert!(worker.record("a", |record| record.refund_target.is_some()), "a token is leased");
+        });
+    }
+
+    #[test]
+    fn a_request_that_is_known_to_be_refused_opens_no_window() {
+        run(async {
+            let mut rule = leased(&["5/hour"]);
+            rule.layers[0].windows = Windows::FirstRequest { period_ms: HOUR_MS };
+            let worker = TestWorker::new(&[rule]).await;
+            let key = "transom:{r|a}:first-request";
+            assert_eq!(worker.decide("a", 5).await, Some(true));
+            worker.settled_calls().await;
+            // The key is reset by another gateway.
+            worker.store.set_used(key, 0);
+            assert_eq!(worker.decide("a", 1).await, Some(false));
+            let calls = worker.settled_calls().await;
+            assert_eq!((calls, worker.store.used(key)), (vec![acquire(key, [0, 0, 0])], 0));
+            assert_eq!(worker.decide("a", 1).await, Some(true), "the reset is known");
         });
     }
 
@@ -1378,6 +1444,21 @@ mod tests {
             worker.record("a", |record| record.refusal = None);
             assert!(decide(default, 1).await.0, "two of four are used");
             assert_eq!((worker.leased_tokens("a", 0), worker.store.used(SLIDING_KEY)), (0, 3));
+        });
+    }
+
+    #[test]
+    fn a_refusal_of_a_sliding_window_states_the_limit() {
+        run(async {
+            let worker = TestWorker::new(&[sliding("5/hour")]).await;
+            assert_eq!(worker.decide("a", 5).await, Some(true));
+            worker.settled_calls().await;
+            for _ in 0..2 {
+                let (decision, context) = worker.outcome("a", 1).await.unwrap();
+                let charge = &context.result.charges[0];
+                assert!(matches!(decision, Decision::Refused) && charge.is_full);
+                assert_eq!((charge.usage.used, charge.request.ceiling), (5, 5));
+            }
         });
     }
 

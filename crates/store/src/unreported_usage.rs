@@ -1,4 +1,6 @@
 //! Usage that this worker counted locally while the store was unreachable. `outage` reports it.
+//!
+//! Each worker reports what it has counted itself. The local counters are those of all workers, so all of them state this usage.
 
 use std::cell::RefCell;
 use std::collections::hash_map::Entry;
@@ -6,6 +8,7 @@ use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use foldhash::fast::FixedState;
 
@@ -17,9 +20,13 @@ use transom_limiter::table::Counter;
 /// Maximum number of counters that wait for a report. Further usage is never reported.
 const UNREPORTED_MAX: usize = 65_536;
 
-/// What the store does not know because it could not be reached.
+/// How many counters wait for a report of any worker of the process.
 #[derive(Default)]
+pub struct UnreportedCount(AtomicUsize);
+
+/// What the store does not know because it could not be reached.
 pub struct UnreportedUsage {
+    of_workers: Arc<UnreportedCount>,
     /// Counters that were charged locally only.
     charges: RefCell<HashMap<CounterId, UnreportedCharge, FixedState>>,
     /// Those that are being reported.
@@ -43,6 +50,16 @@ impl UnreportedCharge {
 }
 
 impl UnreportedUsage {
+    pub fn new(of_workers: Arc<UnreportedCount>) -> UnreportedUsage {
+        UnreportedUsage { of_workers, charges: RefCell::default(), reporting: RefCell::default() }
+    }
+
+    // Ordering: the count says only whether to look at the local counters, which have their own order. A worker that misses a
+    // change states the usage of a moment ago.
+    pub fn has_any_worker_some(&self) -> bool {
+        self.of_workers.0.load(Ordering::Relaxed) > 0
+    }
+
     pub fn add(&self, charge: UnreportedCharge) {
         let mut charges = self.charges.borrow_mut();
         let is_full = charges.len() >= UNREPORTED_MAX;
@@ -50,11 +67,8 @@ impl UnreportedUsage {
             && !is_full
         {
             entry.insert(charge);
+            self.of_workers.0.fetch_add(1, Ordering::Relaxed);
         }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.charges.borrow().is_empty()
     }
 
     pub fn get(&self, id: CounterId) -> Option<UnreportedCharge> {
@@ -62,7 +76,8 @@ impl UnreportedUsage {
     }
 
     pub fn remove(&self, id: CounterId) {
-        self.charges.borrow_mut().remove(&id);
+        let removed = self.charges.borrow_mut().remove(&id);
+        self.of_workers.0.fetch_sub(usize::from(removed.is_some()), Ordering::Relaxed);
     }
 
     /// The distinct values of `server_of` over all charges.
@@ -79,7 +94,7 @@ impl UnreportedUsage {
         has_ended: impl Fn(&UnreportedCharge) -> bool,
     ) -> Vec<CounterId> {
         let (mut charges, reporting) = (self.charges.borrow_mut(), self.reporting.borrow());
-        let mut due = Vec::new();
+        let (mut due, before) = (Vec::new(), charges.len());
         charges.retain(|id, charge| {
             if due.len() == max || reporting.contains(id) || !matches(charge) {
                 return true;
@@ -90,7 +105,13 @@ impl UnreportedUsage {
             }
             !ended
         });
+        self.of_workers.0.fetch_sub(before - charges.len(), Ordering::Relaxed);
         due
+    }
+
+    /// Whether any counter waits for a report or is being reported. Drops those whose windows have ended.
+    pub fn has_some(&self, has_ended: impl Fn(&UnreportedCharge) -> bool) -> bool {
+        !self.due(1, |_charge| true, has_ended).is_empty() || !self.reporting.borrow().is_empty()
     }
 
     /// Marks a counter as being reported; `false` if it was marked already.
@@ -100,5 +121,11 @@ impl UnreportedUsage {
 
     pub fn end_report(&self, id: CounterId) {
         self.reporting.borrow_mut().remove(&id);
+    }
+}
+
+impl Drop for UnreportedUsage {
+    fn drop(&mut self) {
+        self.of_workers.0.fetch_sub(self.charges.get_mut().len(), Ordering::Relaxed);
     }
 }

@@ -11,7 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use foldhash::fast::FixedState;
 
-use super::lease_sizing::CounterId;
+use super::lease_sizing::{CounterId, UnansweredTokens};
 
 /// Number of locks; workers that note replies about different counters seldom wait for each other.
 const PARTS: usize = 64;
@@ -37,8 +37,10 @@ struct Part {
 pub struct CounterOrder {
     /// Number of the last change of the usage that replies have reported.
     pub changed: u64,
-    /// Tokens of charges in the background of all workers that are part of the known usage and of no reply yet.
-    pub unanswered: u64,
+    /// Tokens of all workers that are part of the known usage and of no reply to their own call yet.
+    pub unanswered: UnansweredTokens,
+    /// While there are unanswered charges: the usage that replies have reported.
+    pub reported: u64,
 }
 
 /// A counter whose known usage no other worker changes at the same time: all changes hold this lock.
@@ -70,7 +72,8 @@ impl UsageOrder {
 
 impl LockedOrder<'_> {
     pub fn get(&self) -> CounterOrder {
-        let forgotten = CounterOrder { changed: self.part.forgotten, unanswered: 0 };
+        let forgotten =
+            CounterOrder { changed: self.part.forgotten, unanswered: UnansweredTokens::default(), reported: 0 };
         self.part.counters.get(&self.id).copied().unwrap_or(forgotten)
     }
 
@@ -80,13 +83,26 @@ impl LockedOrder<'_> {
         self.change(|counter| counter.changed = changed);
     }
 
-    pub fn add_unanswered(&mut self, tokens: u64) {
-        self.change(|counter| counter.unanswered = counter.unanswered.saturating_add(tokens));
+    /// `known`: the known usage without these tokens.
+    pub fn add_unanswered(&mut self, tokens: UnansweredTokens, known: u64) {
+        self.change(|counter| {
+            if counter.unanswered.charges == 0 {
+                counter.reported = known.saturating_sub(counter.unanswered.reports);
+            }
+            counter.unanswered += tokens;
+        });
     }
 
-    pub fn remove_unanswered(&mut self, tokens: u64) {
-        if tokens > 0 {
-            self.change(|counter| counter.unanswered = counter.unanswered.saturating_sub(tokens));
+    pub fn remove_unanswered(&mut self, tokens: UnansweredTokens) {
+        if tokens.sum() > 0 {
+            self.change(|counter| counter.unanswered -= tokens);
+        }
+    }
+
+    /// Changes the usage that replies have reported, if it is remembered.
+    pub fn change_reported(&mut self, change: impl FnOnce(u64) -> u64) {
+        if self.get().unanswered.charges > 0 {
+            self.change(|counter| counter.reported = change(counter.reported));
         }
     }
 
@@ -95,7 +111,7 @@ impl LockedOrder<'_> {
         change(&mut counter);
         if self.part.counters.len() >= COUNTERS_MAX && !self.part.counters.contains_key(&self.id) {
             self.part.forgotten = self.order.next_number();
-            self.part.counters.retain(|_, counter| counter.unanswered > 0);
+            self.part.counters.retain(|_, counter| counter.unanswered.sum() > 0);
         }
         self.part.counters.insert(self.id, counter);
     }
@@ -116,9 +132,24 @@ mod tests {
     }
 
     #[test]
+    fn reported_usage_is_remembered_while_charges_are_unanswered() {
+        let order = UsageOrder::default();
+        let mut order = order.lock((7, 1));
+        order.change_reported(|_| 99);
+        order.add_unanswered(UnansweredTokens { reports: 4, charges: 0 }, 3);
+        order.add_unanswered(UnansweredTokens { reports: 0, charges: 5 }, 7);
+        order.add_unanswered(UnansweredTokens { reports: 0, charges: 1 }, 12);
+        assert_eq!(order.get().reported, 3);
+        order.change_reported(|reported| reported + 1);
+        order.remove_unanswered(UnansweredTokens { reports: 4, charges: 6 });
+        order.change_reported(|_| 99);
+        assert_eq!((order.get().reported, order.get().unanswered.sum()), (4, 0));
+    }
+
+    #[test]
     fn a_forgotten_counter_counts_as_changed() {
         let order = UsageOrder::default();
-        order.lock((0, 0)).add_unanswered(5);
+        order.lock((0, 0)).add_unanswered(UnansweredTokens { reports: 5, charges: 0 }, 0);
         for tag in 1..COUNTERS_MAX as u64 {
             order.lock((0, tag)).note_change();
         }
@@ -127,7 +158,7 @@ mod tests {
         assert!(changed(1) < before && changed(9999) < before);
         order.lock((0, 9998)).note_change();
         assert!(changed(1) > before && changed(9999) > before);
-        let unanswered = |tag| order.lock((0, tag)).get().unanswered;
+        let unanswered = |tag| order.lock((0, tag)).get().unanswered.sum();
         assert_eq!((unanswered(0), unanswered(1)), (5, 0));
         assert!(changed(1) < order.next_number());
     }
