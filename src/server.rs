@@ -63,6 +63,8 @@ const IDLE_DRAIN: Duration = Duration::from_secs(1);
 /// After an upgrade, idle connections are closed this long before the drain limit, or at half of the limit if that is
 /// later: clients may be about to send requests on them.
 const IDLE_CLOSE_MARGIN: Duration = Duration::from_secs(2);
+/// How long a process that was replaced waits for a store that cannot be reached, to report what it has counted without it.
+const REPORT_AFTER_UPGRADE: Duration = Duration::from_secs(600);
 
 /// The metrics can hold as many buckets as can be configured.
 const _: () = assert!(REQUEST_BUCKETS_MAX <= REQUEST_BOUNDS_MAX);
@@ -471,15 +473,18 @@ impl Gateway {
     pub fn drain(self) {
         self.begin_drain();
         let limit = self.config.timeouts.drain;
-        self.shut_down(DrainTimes { idle: IDLE_DRAIN, limit });
+        self.shut_down(DrainTimes { idle: IDLE_DRAIN, limit, report: Duration::ZERO });
     }
 
     /// As [`Gateway::drain`], after an upgrade: another process accepts on the same sockets, so idle connections stay
-    /// open almost until the limit. A request on one of them is served, and the client reconnects to the new process.
+    /// open almost until the limit. A request on one of them is served, and the client reconnects to the new process. The
+    /// names of counters with usage that shared counters do not know are in this process only: it reports this usage before its
+    /// end.
     pub fn drain_for_successor(self) {
         self.accept_state.send_replace(AcceptState::HandedOver);
         let limit = self.config.timeouts.drain;
-        self.shut_down(DrainTimes { idle: limit - IDLE_CLOSE_MARGIN.min(limit / 2), limit });
+        let idle = limit - IDLE_CLOSE_MARGIN.min(limit / 2);
+        self.shut_down(DrainTimes { idle, limit, report: REPORT_AFTER_UPGRADE });
     }
 
     /// Returns a function that makes a running drain close idle connections at once.

@@ -14,6 +14,7 @@ use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerCont
 use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_config::RecordOutputs;
 use crate::proxy::worker_state::TopKeysQuery;
+use transom_store::shared_counters::SharedCounters;
 
 /// Period of the cleanup of idle upstream connections.
 const SWEEP: Duration = Duration::from_secs(5);
@@ -35,6 +36,8 @@ pub struct DrainTimes {
     pub idle: Duration,
     /// Until all connections are closed.
     pub limit: Duration,
+    /// Until what shared counters do not know yet is given up, once all connections are closed.
+    pub report: Duration,
 }
 
 /// Runs a worker. Returns at once, without accepting, if the gateway is dropped before it accepts.
@@ -89,6 +92,9 @@ pub async fn run(
                 if tokio::time::timeout(times.limit, drained).await.is_err() {
                     tracing::warn!("requests that did not finish in time were aborted");
                 }
+                if let Some(shared) = &worker.counters.shared {
+                    report_usage(shared, times.report, &mut commands).await;
+                }
                 break;
             }
         }
@@ -100,6 +106,19 @@ pub async fn run(
     }
     sweeper.abort();
     answers.abort();
+}
+
+/// Waits until shared counters have what was counted without them, or the next command.
+async fn report_usage(shared: &SharedCounters, limit: Duration, commands: &mut UnboundedReceiver<WorkerCommand>) {
+    if limit.is_zero() || !shared.has_unreported() {
+        return;
+    }
+    tracing::info!("waits up to {limit:?} for shared counters, to report what was counted without them");
+    tokio::select! {
+        () = shared.wait_until_reported() => {}
+        () = tokio::time::sleep(limit) => {}
+        _ = commands.recv() => {}
+    }
 }
 
 /// Waits until all connections have ended.

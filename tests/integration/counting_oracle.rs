@@ -34,8 +34,6 @@ const ADDRESSES: [&str; 3] = ["198.51.100.1", "198.51.100.2", "203.0.113.3"];
 const ON_PLAN: &str = "k1";
 /// Statuses of the upstream.
 const STATUSES: [u16; 4] = [200, 401, 404, 500];
-/// Within this time after an outage each worker has reported what it has counted.
-const REPORT_TIME: Duration = Duration::from_secs(3);
 /// Greatest number of days that one step of the clock skips.
 const LONG_STEP_DAYS: u64 = 70;
 
@@ -783,17 +781,12 @@ fn a_gateway_decides_as_documented_over_outages() {
         let mut clients: Vec<Client> = (0..4).map(|_| gateways.processes[0].client()).collect();
         gateways.follow(&store);
         let mut model = Model::new(configuration.rules.clone(), configuration.routes.clone());
-        let (mut is_away, mut unknown_until) = (false, Instant::now());
+        let mut is_away = false;
         for _ in 0..REQUESTS {
             if one_in(&mut rng, 10) {
                 is_away = !is_away;
                 history.add(format!("the store is away: {is_away}"));
-                if is_away {
-                    begin_outage(&store, &mut gateways)
-                } else {
-                    end_outage(&store, &mut gateways)
-                }
-                unknown_until = Instant::now() + REPORT_TIME;
+                if is_away { begin_outage(&store, &mut gateways) } else { end_outage(&store, &mut gateways) }
             }
             let request = configuration.random_request(&mut rng);
             let now = store.now();
@@ -803,8 +796,7 @@ fn a_gateway_decides_as_documented_over_outages() {
             let took_s = rounded_up_s(store.now() - now);
             history.add(describe(now, &request, &response));
             model.record(&request, now, !decision.is_refused());
-            let may_be_unknown = is_away || Instant::now() < unknown_until;
-            let precision = Precision::Outages { slack_s: 10 + took_s, may_be_unknown };
+            let precision = Precision::Outages { slack_s: 10 + took_s, may_be_unknown: is_away };
             if let Err(difference) = check(&response, &request, &decision, &model, now, precision) {
                 history.fail(&difference);
             }

@@ -11,6 +11,7 @@ use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT, count_admitted_b
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::items;
 use crate::support::redis::{RedisServer, free_port};
+use crate::support::upgrade_chain::{UpgradeChain, is_alive};
 use crate::support::upstream::{Connection, Upstream, reply};
 use crate::support::{TempDir, eventually, eventually_eq, forward_all, within};
 
@@ -300,6 +301,28 @@ fn usage_of_a_killed_gateway_is_reported_by_its_successor() {
         });
         successor.get("/counts").expect(404);
         eventually("the usage is reported with a request of the key", || counted(&redis) > COUNTED as i64);
+    }
+}
+
+/// A gateway is replaced in an outage. The old process reports what it has counted, although no request has the key any more.
+#[test]
+fn usage_of_a_replaced_gateway_is_reported_before_its_end() {
+    const COUNTED: usize = 9;
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::start();
+        let (_upstream, _response, toml) = upstream_with_held_responses(&redis, mode);
+        let chain = UpgradeChain::start(&toml);
+        redis.suspend();
+        (0..COUNTED).for_each(|_| drop(chain.first.get("/counts").expect(404)));
+        let replaced = chain.serving_pid().expect("it serves");
+        chain.upgrade();
+        chain.wait_for_log("to report what was counted without them");
+        assert!(is_alive(replaced));
+        redis.resume();
+        eventually("the process ends", || !is_alive(replaced));
+        // The store may execute the first calls, before the outage was noticed, when it continues.
+        assert!(counted(&redis) >= COUNTED as i64, "{}", counted(&redis));
+        chain.signal("TERM");
     }
 }
 
