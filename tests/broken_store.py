@@ -83,6 +83,24 @@ MISTAKES = [
         "let mut sent = self.store.refund(refunds).await;\n        if sent.is_err() {\n            sent = self.store.refund(refunds).await;\n        }\n        match sent {",
     ),
     (
+        "a late grant is admitted beyond the limit",
+        "exact_mode.rs",
+        "let is_late = is_counted_here && is_more_known && used > charge.request.ceiling;",
+        "let is_late = is_counted_here && is_more_known && used > charge.request.ceiling && false;",
+    ),
+    (
+        "refunds that cannot be sent are dropped",
+        "shared_counters.rs",
+        "self.record_error(self.store.server_of(&first.key_base), &error);\n            return self.kept_refunds.keep(refunds);",
+        "return self.record_error(self.store.server_of(&first.key_base), &error);",
+    ),
+    (
+        "charges without a reply count twice",
+        "outage.rs",
+        "let with_charges = reported.saturating_add(noted.unanswered.charges).max(least);",
+        "let with_charges = reported.saturating_add(unanswered.charges).max(least);",
+    ),
+    (
         "a refusal is taken for a grant",
         "exact_mode.rs",
         "break ChargeOutcome::Refused(all);",

@@ -34,8 +34,10 @@ pub fn explore(scenario: &Scenario) -> Exploration {
         found.runs += 1;
         let broken = run(async {
             let mut world = World::new(scenario).await;
-            for (events, chosen, hash) in &path {
-                assert_eq!(world.hash(), *hash, "the same events lead to the same state");
+            for (nth, (events, chosen, hash)) in path.iter().enumerate() {
+                if nth + 1 == path.len() {
+                    assert_eq!(world.hash(), *hash, "the same events lead to the same state");
+                }
                 world.apply(events[*chosen]).await;
             }
             while world.broken().is_none() && known.insert(world.hash()) {

@@ -12,7 +12,12 @@ use transom_limiter::window::Windows;
 
 /// The kinds of windows. With limits this small, few requests can exceed them.
 fn rules() -> [Rule; 4] {
-    let minute = || leased(&["1/minute"]);
+    rules_of(&["1/minute", "2/hour"])
+}
+
+/// The kinds of windows, with these limits.
+fn rules_of(limits: &[&str]) -> [Rule; 4] {
+    let minute = || leased(&limits[..1]);
     let with_windows = |windows| {
         let mut rule = minute();
         rule.layers[0].windows = windows;
@@ -20,9 +25,9 @@ fn rules() -> [Rule; 4] {
     };
     let period_ms = minute().layers[0].windows.typical_ms();
     let mut accumulating = minute();
-    accumulating.layers[0].capacity = Some(2);
+    accumulating.layers[0].capacity = Some(2 * accumulating.layers[0].tokens);
     [
-        leased(&["1/minute", "2/hour"]),
+        leased(limits),
         with_windows(Windows::Sliding { period_ms }),
         with_windows(Windows::FirstRequest { period_ms }),
         accumulating,
@@ -111,6 +116,49 @@ fn when_replies_are_late_for_some_requests() {
     }
 }
 
+/// Two workers of a gateway share its counters, and each has a connection of its own.
+#[test]
+fn with_two_workers() {
+    for rule in [leased(&["1/minute"]), exact(leased(&["1/minute"]))] {
+        holds(vec![rule.clone()], TWO_EACH, |scenario| scenario.workers = 2);
+        holds(vec![rule.clone()], ONE_EACH, |scenario| {
+            (scenario.workers, scenario.cuts) = (2, 1);
+        });
+        holds(vec![rule], &[&[request(0)], &[request(0)]], |scenario| {
+            (scenario.workers, scenario.steps) = (2, vec![TIMEOUT_MS * 3 / 5; 2]);
+        });
+    }
+}
+
+/// All that is asked for fits in the limits.
+#[test]
+fn requests_that_fit_are_admitted() {
+    for rule in rules_of(&["3/minute", "4/hour"]) {
+        for rule in [rule.clone(), exact(rule)] {
+            holds(vec![rule], THREE, |_| ());
+        }
+    }
+    let overdrawn = RequestKind { stated: Some(3), ..request(0) };
+    for rule in [leased(&["5/minute"]), exact(leased(&["5/minute"]))] {
+        holds(vec![rule], &[&[overdrawn], &[request(0), request(0)]], |scenario| scenario.workers = 2);
+    }
+}
+
+#[test]
+fn when_refusals_count() {
+    let requests: &[&[RequestKind]] = &[&[request(0), request(0)], &[request(0)]];
+    for rule in rules() {
+        holds_in_both_modes(Rule { count_refused: true, ..rule }, requests, |_| ());
+    }
+}
+
+#[test]
+fn when_refusals_start_penalties() {
+    let rule = Rule { penalty_ms: Some(2000), ..leased(&["1/minute"]) };
+    holds(vec![rule.clone()], THREE, |_| ());
+    holds(vec![rule], ONE_EACH, |scenario| scenario.cuts = 1);
+}
+
 /// A cost beyond what was charged is charged in the store too.
 #[test]
 fn when_responses_state_more_than_was_charged() {
@@ -190,12 +238,13 @@ fn with_rules_of_both_modes() {
 /// The store decides two rules in two calls. If the second refuses, the first is refunded.
 #[test]
 fn with_rules_in_two_slots() {
-    let rules = || vec![exact(leased(&["2/minute"])), named("other", exact(leased(&["1/hour"])))];
     let holds_in_cluster = |change: &dyn Fn(&mut Scenario)| {
-        holds(rules(), ONE_EACH, |scenario| {
-            scenario.is_cluster = true;
-            change(scenario);
-        });
+        for rule in [exact(leased(&["2/minute"])), leased(&["2/minute"])] {
+            holds(vec![rule, named("other", exact(leased(&["1/hour"])))], ONE_EACH, |scenario| {
+                scenario.is_cluster = true;
+                change(scenario);
+            });
+        }
     };
     holds_in_cluster(&|_| ());
     holds_in_cluster(&|scenario| scenario.cancels = 1);
@@ -219,12 +268,14 @@ fn random_events() {
         let rule = rng.choice([plain, sliding, first_request, accumulating]).expect("a rule");
         let rule = if rng.bool() { exact(rule) } else { rule };
         let rule = if rng.bool() { refuses_in_outages(rule) } else { rule };
+        let rule = Rule { count_refused: rng.u8(..4) == 0, ..rule };
         let any_request =
             |rng: &mut Rng| RequestKind { key: rng.usize(..2), ..if rng.bool() { request(0) } else { refunded(0) } };
         let mut scenario = Scenario::new(vec![rule], &[]);
         scenario.requests = (0..4).map(|_| (0..500).map(|_| any_request(&mut rng)).collect()).collect();
         scenario.steps = (0..400).map(|_| rng.choice([10, 30, 100, 1000, 20_000]).expect("a step")).collect();
         (scenario.cuts, scenario.outages, scenario.cancels) = (20, 5, 30);
+        (scenario.keeps_calls, scenario.workers) = (rng.bool(), rng.choice([1, 2]).expect("a number"));
         if rng.bool() {
             (scenario.restarts, scenario.failovers, scenario.kills) = (3, 3, 1);
         }

@@ -7,13 +7,14 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::future::poll_fn;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{BuildHasher, Hash, Hasher};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
+use foldhash::fast::FixedState;
 use tokio::task::{AbortHandle, LocalSet};
 
 use crate::counter_access::{CounterAccess, RequestKeys};
@@ -21,7 +22,7 @@ use crate::settlement::RuleCharges;
 
 use crate::shared_counters::{SharedByWorkers, SharedCounters};
 use crate::shared_decision::{BeginResult, SharedOutcome};
-use crate::simulated_store::network::Network;
+use crate::simulated_store::network::{Network, hash_of};
 use crate::test_worker::{START_MS, keyed_request};
 use transom_config::redis::{Nodes, StoreConfig};
 use transom_limiter::charge_plan::ChargePlan;
@@ -52,7 +53,8 @@ const ENDS: &str = "a gateway comes to an end after each event";
 const NEVER_OVER: &str = "no window admits more than its limit, and of several gateways what the store has lost";
 const ALL_COUNT: &str = "an admitted request counts in all layers of its rules";
 const NOBODY_WAITS: &str = "no request waits longer than the timeout";
-const COUNTED: &str = "when all is quiet, the store counts what was admitted";
+const COUNTED: &str = "when all is quiet, the store counts what was admitted, and what was lost on the way";
+const FITS: &str = "as long as nothing fails, a request is admitted if all requests so far fit in the limit";
 const NOT_REFUSED_FOREVER: &str =
     "when all is quiet, a gateway whose connection never broke admits a request that fits";
 
@@ -60,8 +62,10 @@ const NOT_REFUSED_FOREVER: &str =
 #[derive(Clone, Debug)]
 pub struct Scenario {
     pub rules: Vec<Rule>,
-    /// The requests of each gateway, in their order.
+    /// The requests of each worker, in their order.
     pub requests: Vec<Vec<RequestKind>>,
+    /// Workers of each gateway.
+    pub workers: usize,
     /// Whether calls have keys of one slot only, so that each rule has a call of its own.
     pub is_cluster: bool,
     /// Milliseconds by which time advances, in this order.
@@ -69,6 +73,8 @@ pub struct Scenario {
     pub cuts: u8,
     /// Times that the store is unreachable, until it is reachable again.
     pub outages: u8,
+    /// Whether the store may still execute calls that were in flight when an outage began.
+    pub keeps_calls: bool,
     /// Restarts without data.
     pub restarts: u8,
     pub failovers: u8,
@@ -83,10 +89,12 @@ impl Scenario {
         Scenario {
             rules,
             requests: requests.iter().map(|requests| requests.to_vec()).collect(),
+            workers: 1,
             is_cluster: false,
             steps: Vec::new(),
             cuts: 0,
             outages: 0,
+            keeps_calls: false,
             restarts: 0,
             failovers: 0,
             kills: 0,
@@ -117,7 +125,7 @@ pub const fn refunded(key: usize) -> RequestKind {
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Event {
-    /// A gateway receives its next request.
+    /// A worker receives its next request.
     Begin {
         gateway: usize,
     },
@@ -154,6 +162,7 @@ pub enum Event {
     },
 }
 
+/// A worker of a gateway.
 struct Gateway {
     tasks: LocalSet,
     is_woken: Arc<IsWoken>,
@@ -161,8 +170,6 @@ struct Gateway {
     shared: Rc<SharedCounters>,
     requests: Vec<Rc<Request>>,
     is_alive: bool,
-    /// A hash of all that has happened to it.
-    history: u64,
 }
 
 struct Request {
@@ -208,6 +215,8 @@ struct Observations {
     forgotten: BTreeMap<(usize, String), u64>,
     /// Tokens that responses stated beyond what was charged, by counter.
     overdrawn: BTreeMap<(usize, String), u64>,
+    /// Tokens of refused requests that count.
+    refused: [u64; KEYS.len()],
     /// Whether calls, replies or a gateway were lost.
     has_lost_calls: bool,
     has_lost_data: bool,
@@ -219,7 +228,10 @@ pub struct World {
     scenario: Scenario,
     network: Network,
     clock: Clock,
+    /// The workers of all gateways, gateway by gateway.
     gateways: Vec<Gateway>,
+    /// A hash of all that has happened to each gateway.
+    histories: Vec<u64>,
     rule_set: Arc<RuleSet>,
     charge_plan: Rc<ChargePlan>,
     observed: Observations,
@@ -239,12 +251,17 @@ impl World {
         let clock = Clock::stepped(START_MS, now.into_std());
         let rule_set = Arc::new(RuleSet::new(&scenario.rules, Seed(1, 2), None));
         let charge_plan = Rc::new(rule_set.charge_plan(rule_set.rules.ids()));
-        let gateways =
-            (0..scenario.requests.len()).map(|number| Gateway::new(number, scenario.is_cluster, &clock)).collect();
+        let mut gateways = Vec::new();
+        for number in 0..scenario.requests.len() / scenario.workers {
+            let of_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(256).expect("memory")));
+            let workers = (0..scenario.workers).map(|nth| number * scenario.workers + nth);
+            gateways.extend(workers.map(|worker| Gateway::new(worker, scenario.is_cluster, &of_workers, &clock)));
+        }
         let mut world = World {
             scenario: scenario.clone(),
             network,
             clock,
+            histories: vec![0; gateways.len() / scenario.workers],
             gateways,
             rule_set,
             charge_plan,
@@ -282,7 +299,7 @@ impl World {
                     _ => {}
                 }
             }
-            if *kills > 0 {
+            if *kills > 0 && number.is_multiple_of(self.scenario.workers) {
                 events.push(Event::Kill { gateway: number });
             }
         }
@@ -321,9 +338,9 @@ impl World {
             Event::BeginOutage => {
                 self.scenario.outages -= 1;
                 self.observed.has_lost_calls = true;
-                self.network.set_down(true);
+                self.network.begin_outage(!self.scenario.keeps_calls);
             }
-            Event::EndOutage => self.network.set_down(false),
+            Event::EndOutage => self.network.end_outage(),
             Event::RestartEmpty => {
                 self.scenario.restarts -= 1;
                 self.lose_data(Network::restart_empty);
@@ -334,7 +351,7 @@ impl World {
             }
             Event::Kill { gateway } => {
                 self.scenario.kills -= 1;
-                self.kill(gateway);
+                (gateway..gateway + self.scenario.workers).for_each(|worker| self.kill(worker));
             }
             Event::Advance { ms } => {
                 self.scenario.steps.remove(0);
@@ -349,10 +366,10 @@ impl World {
         }
         self.run_gateways().await;
         self.log(&event);
-        for gateway in affected {
-            let received = self.network.history_of(gateway);
-            let gateway = &mut self.gateways[gateway];
-            gateway.history = hash_of((gateway.history, event, received));
+        // Workers of a gateway share counters, so what happens to one depends on what has happened to another before.
+        for worker in affected {
+            let history = &mut self.histories[worker / self.scenario.workers];
+            *history = hash_of((*history, worker, event, self.network.history_of(worker)));
         }
     }
 
@@ -498,7 +515,11 @@ impl World {
                         self.note_admitted(request.kind, &outcome.context, request.kind.cost.into(), false);
                         Stage::Admitted(outcome)
                     }
-                    Stage::Decided(_) | Stage::Unavailable => Stage::Ended,
+                    Stage::Decided(_) => {
+                        self.note_refused(request.kind);
+                        Stage::Ended
+                    }
+                    Stage::Unavailable => Stage::Ended,
                     Stage::Waits if now_ms > request.begun_ms + TIMEOUT_MS => {
                         self.broken.get_or_insert_with(|| format!("{NOBODY_WAITS}: {:?}", request.kind));
                         Stage::Waits
@@ -510,11 +531,31 @@ impl World {
         }
     }
 
+    /// Notes a refusal. What all requests have asked for and their responses have stated so far has to exceed a limit, or something
+    /// has failed.
+    fn note_refused(&mut self, kind: RequestKind) {
+        self.observed.refused[kind.key] += u64::from(kind.cost);
+        let Observations { has_lost_calls, has_lost_data, has_counted_alone, .. } = self.observed;
+        let has_failed = has_lost_calls || has_lost_data || has_counted_alone || self.is_any_dead();
+        let requests = self.gateways.iter().flat_map(|gateway| &gateway.requests);
+        let asked = requests.map(|request| request.kind).filter(|other| other.key == kind.key);
+        let asked: u64 = asked.map(|kind| u64::from(kind.cost.max(kind.stated.unwrap_or(0)))).sum();
+        let fits = |layer: LayerId| asked <= self.rule_set.layer(layer).capacity.into();
+        if !has_failed && self.layers(kind).into_iter().all(fits) {
+            self.broken.get_or_insert_with(|| format!("{FITS}: {kind:?}, of {asked} tokens in all"));
+        }
+    }
+
+    fn is_any_dead(&self) -> bool {
+        self.gateways.iter().any(|gateway| !gateway.is_alive)
+    }
+
     /// Adds tokens to those that were admitted, and compares them with the limits. `is_settled`: the tokens are the difference to
     /// what a response states; more than was charged may exceed a limit.
     fn note_admitted(&mut self, kind: RequestKind, context: &DecisionContext, tokens: i64, is_settled: bool) {
+        let charges = context.result.charges.iter().map(|charge| (charge.layer.id, charge.usage.end_ms));
         let charges: Vec<(LayerId, u64)> =
-            context.result.charges.iter().map(|charge| (charge.layer.id, charge.usage.end_ms)).collect();
+            charges.filter(|(layer, _)| !self.rule_set.layer(*layer).is_penalty()).collect();
         for (layer, end_ms) in charges {
             let (compiled, name) = (self.rule_set.layer(layer), self.base((layer, kind.key)));
             let overdrawn = self.observed.overdrawn.entry((kind.key, name.clone())).or_default();
@@ -523,12 +564,12 @@ impl World {
             let admitted = self.observed.admitted.entry((kind.key, name.clone(), end_ms)).or_default();
             *admitted = admitted.saturating_add_signed(tokens);
             // A single gateway remembers what the store has lost.
-            let forgotten = self.observed.forgotten.get(&(kind.key, name.clone())).filter(|_| self.gateways.len() > 1);
+            let forgotten = self.observed.forgotten.get(&(kind.key, name.clone())).filter(|_| self.histories.len() > 1);
             let forgotten = forgotten.copied().unwrap_or(0);
             // A gateway that cannot reach the store counts alone.
             let is_local = self.rule_set.rules[layer.rule].rule.on_outage == OnOutage::Local;
             let counts_alone = is_local && (self.observed.has_lost_calls || self.observed.has_counted_alone);
-            let parts = if counts_alone { self.gateways.len() as u64 } else { 1 };
+            let parts = if counts_alone { self.histories.len() as u64 } else { 1 };
             let most = u64::from(compiled.capacity) * parts + forgotten + overdrawn;
             if *admitted > most {
                 let admitted = *admitted;
@@ -551,7 +592,7 @@ impl World {
 
     /// Ends all disturbances, waits until gateways have returned and reported everything, and checks what the store counts.
     pub async fn drain(&mut self) {
-        self.network.set_down(false);
+        self.network.end_outage();
         self.answer_all().await;
         self.idle(QUIET_MS).await;
         self.check_counts();
@@ -569,11 +610,9 @@ impl World {
         }
     }
 
-    /// The open window of each counter holds at least what was admitted, and without losses exactly that.
+    /// The open window of each counter holds at least what was admitted, and not more than that and what was lost on the way.
     fn check_counts(&mut self) {
         let now_ms = self.clock.now().unix_ms;
-        // After a reconnect, a gateway reports at least the usage that it knows, of which another may have refunded a part.
-        let may_count_more = (0..self.gateways.len()).any(|number| self.network.has_reconnected(number));
         let counters =
             (0..KEYS.len()).flat_map(|key| self.layers(request(key)).into_iter().map(move |layer| (layer, key)));
         for counter in counters.collect::<Vec<_>>() {
@@ -586,16 +625,26 @@ impl World {
             }
             let (used, admitted) = (self.used(&name), admitted.iter().sum::<u64>());
             let may_count_less = self.observed.has_lost_data || self.network.has_lost_calls();
-            let is_wrong = used < admitted && !may_count_less || used > admitted && !may_count_more;
+            // A gateway that dies takes what it has not spent or refunded.
+            let may_count_more = self.is_any_dead();
+            let counts_refused = self.rule_set.rules[counter.0.rule].rule.count_refused;
+            let refused = if counts_refused { self.observed.refused[counter.1] } else { 0 };
+            let surplus = refused + self.sum_of_keys(&name, |key| self.network.surplus(key));
+            let is_wrong = used < admitted && !may_count_less || used > admitted + surplus && !may_count_more;
             if is_wrong {
-                self.broken.get_or_insert_with(|| format!("{COUNTED}: {name} counts {used}, {admitted} admitted"));
+                let what = || format!("{COUNTED}: {name} counts {used}, {admitted} admitted, {surplus} lost");
+                self.broken.get_or_insert_with(what);
             }
         }
     }
 
     async fn check_last_request(&mut self) {
         // Until its windows end, a gateway keeps usage that a store behind a former connection has reported.
-        let has_one_store = |number: usize| self.gateways[number].is_alive && !self.network.has_reconnected(number);
+        let workers = self.scenario.workers;
+        let has_one_store = |number: usize| {
+            let mut of_gateway = number / workers * workers..(number / workers + 1) * workers;
+            self.gateways[number].is_alive && !of_gateway.any(|worker| self.network.has_reconnected(worker))
+        };
         let Some(number) = (0..self.gateways.len()).find(|number| has_one_store(*number)) else { return };
         let kind = request(0);
         let has_room =
@@ -624,12 +673,10 @@ impl World {
 
     /// A hash of the state. A gateway's state is that of a machine which depends only on what has happened to it.
     pub fn hash(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
+        let mut hasher = FixedState::default().build_hasher();
         self.network.hash(&mut hasher);
-        self.observed.hash(&mut hasher);
-        for gateway in &self.gateways {
-            (gateway.history, gateway.is_alive).hash(&mut hasher);
-        }
+        (&self.observed, &self.histories).hash(&mut hasher);
+        self.gateways.iter().for_each(|gateway| gateway.is_alive.hash(&mut hasher));
         let Scenario { requests, steps, cuts, outages, restarts, failovers, kills, cancels, .. } = &self.scenario;
         (requests, steps.len(), cuts, outages, restarts, failovers, kills, cancels).hash(&mut hasher);
         hasher.finish()
@@ -659,7 +706,13 @@ impl World {
 
     /// The tokens that the store counts under the keys of a counter.
     fn used(&self, base: &str) -> u64 {
-        self.network.keys().iter().filter(|key| is_key_of(key, base)).map(|key| self.network.used(key)).sum()
+        self.sum_of_keys(base, |key| self.network.used(key))
+    }
+
+    fn sum_of_keys(&self, base: &str, tokens: impl Fn(&str) -> u64) -> u64 {
+        let keys = self.network.keys();
+        let of_counter = keys.iter().filter(|key| is_key_of(key, base) && !key.contains(":penalty:"));
+        of_counter.map(|key| tokens(key)).sum()
     }
 
     fn keyed_request(&self, rule: RuleId, kind: RequestKind) -> KeyedRequest {
@@ -689,8 +742,7 @@ impl World {
 }
 
 impl Gateway {
-    fn new(number: usize, is_cluster: bool, clock: &Clock) -> Gateway {
-        let of_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(256).expect("memory")));
+    fn new(number: usize, is_cluster: bool, of_workers: &SharedByWorkers, clock: &Clock) -> Gateway {
         let node = Network::node(number);
         let nodes = if is_cluster { Nodes::Cluster(vec![node]) } else { Nodes::Single(node) };
         let config = StoreConfig { timeout: Duration::from_millis(TIMEOUT_MS), ..StoreConfig::with_defaults(nodes) };
@@ -699,11 +751,10 @@ impl Gateway {
         Gateway {
             tasks: LocalSet::new(),
             is_woken: Arc::new(IsWoken(Mutex::new(true))),
-            counters: Rc::new(CounterAccess::new(of_workers, clock.clone(), Some(Rc::clone(&shared)))),
+            counters: Rc::new(CounterAccess::new(of_workers.clone(), clock.clone(), Some(Rc::clone(&shared)))),
             shared,
             requests: Vec::new(),
             is_alive: true,
-            history: 0,
         }
     }
 
@@ -736,10 +787,4 @@ impl Request {
 /// Whether a key of the store is of the counter with this key base.
 fn is_key_of(store_key: &str, base: &str) -> bool {
     store_key.strip_prefix(base).is_some_and(|rest| rest.starts_with(':'))
-}
-
-fn hash_of(value: impl Hash) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    value.hash(&mut hasher);
-    hasher.finish()
 }

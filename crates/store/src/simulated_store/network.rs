@@ -5,13 +5,14 @@
 //! executed.
 
 use std::cell::RefCell;
-use std::collections::VecDeque;
-use std::hash::{Hash, Hasher};
+use std::collections::{BTreeMap, VecDeque};
+use std::hash::{BuildHasher, Hash, Hasher};
 use std::io;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
+use foldhash::fast::FixedState;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::counters::Store;
@@ -39,6 +40,9 @@ struct State {
     is_down: bool,
     /// Whether calls were lost before the store has executed them.
     has_lost_calls: bool,
+    /// Tokens that the store may count although no gateway has them, by key: granted in replies that were lost, of refunds that were
+    /// lost, or known to a gateway before the store had lost its data.
+    surplus: BTreeMap<String, u64>,
     /// Whether the store does not know the digests of the scripts, by `Call::is_refund`.
     forgot_script: [bool; 2],
 }
@@ -64,6 +68,8 @@ struct Call {
     words: Vec<String>,
     /// Set once the store has executed the call.
     reply: Option<Vec<u8>>,
+    /// Tokens that the store counts, by key, as long as the reply does not arrive.
+    surplus: Vec<(String, u64)>,
 }
 
 impl Call {
@@ -74,6 +80,12 @@ impl Call {
     /// Whether the script is `refund.lua`, whose arguments begin with a letter.
     fn is_refund(&self) -> bool {
         self.arguments().first().is_some_and(|first| first.parse::<u64>().is_err())
+    }
+
+    /// The tokens of a refund that is not executed.
+    fn not_refunded(&self) -> Vec<(String, u64)> {
+        let tokens = self.arguments().chunks_exact(5).map(|fields| fields[3].parse().expect("tokens"));
+        if self.is_refund() { self.keys().iter().cloned().zip(tokens).collect() } else { Vec::new() }
     }
 
     fn key_count(&self) -> usize {
@@ -168,18 +180,26 @@ impl Network {
     /// Lets the store execute the next call of a connection.
     pub fn execute(&self, connection: usize) {
         let state = &mut *self.state();
-        let State { store, replica, time_ms, connections, forgot_script, .. } = state;
+        let State { store, replica, time_ms, connections, forgot_script, surplus, .. } = state;
         let connection = &mut connections[connection];
         let Some(call) = connection.calls.iter_mut().find(|call| call.reply.is_none()) else { return };
         let before = store.clone();
         let forgot = &mut forgot_script[usize::from(call.is_refund())];
         *forgot &= call.words[0] == "EVALSHA";
         call.reply = Some(if *forgot {
+            call.surplus = call.not_refunded();
             b"-NOSCRIPT No matching script\r\n".to_vec()
         } else if call.is_refund() {
             integer(store.refund(call.keys(), call.arguments(), *time_ms))
         } else {
-            array(&store.acquire(call.keys(), call.arguments(), *time_ms))
+            let reply = store.acquire(call.keys(), call.arguments(), *time_ms);
+            call.surplus = granted(call, &reply);
+            for key in call.keys() {
+                let more = store.used(key).saturating_sub(before.used(key));
+                let granted = call.surplus.iter().filter(|(of, _)| of == key).map(|(_, tokens)| tokens).sum();
+                add_surplus(surplus, [(key.clone(), more.saturating_sub(granted))]);
+            }
+            array(&reply)
         });
         if before != *store {
             *replica = before;
@@ -187,8 +207,8 @@ impl Network {
         connection.execute_others();
         if connection.is_cut {
             // No reply arrives any more.
-            while connection.calls.front().is_some_and(|call| call.reply.is_some()) {
-                connection.calls.pop_front();
+            while let Some(call) = connection.calls.pop_front_if(|call| call.reply.is_some()) {
+                add_surplus(surplus, call.surplus);
             }
         }
     }
@@ -207,23 +227,26 @@ impl Network {
     /// Breaks a connection: replies that have not arrived are lost.
     pub fn cut(&self, connection: usize) {
         let waker = {
-            let connection = &mut self.state().connections[connection];
-            connection.cut();
+            let State { connections, surplus, .. } = &mut *self.state();
+            let connection = &mut connections[connection];
+            add_surplus(surplus, connection.cut());
             connection.reader.take()
         };
         waker.into_iter().for_each(Waker::wake);
     }
 
-    /// Breaks all connections. Calls that were not executed are lost.
-    fn cut_all(&self) {
+    /// Breaks all connections. Calls that were not executed are lost, or may still be executed.
+    fn cut_all(&self, loses_calls: bool) {
         let wakers: Vec<Waker> = {
-            let State { connections, has_lost_calls, .. } = &mut *self.state();
+            let State { connections, has_lost_calls, surplus, .. } = &mut *self.state();
             connections
                 .iter_mut()
                 .filter_map(|connection| {
-                    connection.cut();
-                    *has_lost_calls |= !connection.calls.is_empty();
-                    connection.calls.clear();
+                    add_surplus(surplus, connection.cut());
+                    if loses_calls {
+                        *has_lost_calls |= !connection.calls.is_empty();
+                        connection.calls.drain(..).for_each(|call| add_surplus(surplus, call.not_refunded()));
+                    }
                     connection.reader.take()
                 })
                 .collect()
@@ -231,12 +254,20 @@ impl Network {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// Refuses connections from now on, or accepts them again.
-    pub fn set_down(&self, is_down: bool) {
-        self.state().is_down = is_down;
-        if is_down {
-            self.cut_all();
-        }
+    /// Refuses connections from now on. Calls that were not executed are lost, or may still be executed.
+    pub fn begin_outage(&self, loses_calls: bool) {
+        self.state().is_down = true;
+        self.cut_all(loses_calls);
+    }
+
+    /// Accepts connections again.
+    pub fn end_outage(&self) {
+        self.state().is_down = false;
+    }
+
+    /// Tokens that the store may count under this key although no gateway has them.
+    pub fn surplus(&self, key: &str) -> u64 {
+        self.state().surplus.get(key).copied().unwrap_or(0)
     }
 
     /// Whether calls were lost before the store has executed them: they are not sent again.
@@ -250,22 +281,30 @@ impl Network {
 
     /// Restarts the store without its data.
     pub fn restart_empty(&self) {
-        self.cut_all();
+        self.cut_all(true);
         let mut state = self.state();
         (state.store, state.forgot_script) = (Store::default(), [true; 2]);
     }
 
     /// Promotes the replica, which lacks the last write.
     pub fn fail_over(&self) {
-        self.cut_all();
-        let mut state = self.state();
-        (state.store, state.forgot_script) = (state.replica.clone(), [true; 2]);
+        self.cut_all(true);
+        let state = &mut *self.state();
+        let former = std::mem::replace(&mut state.store, state.replica.clone());
+        state.forgot_script = [true; 2];
+        // The last write may have been a refund.
+        for key in state.store.keys() {
+            let more = state.store.used(key).saturating_sub(former.used(key));
+            add_surplus(&mut state.surplus, [(key.to_owned(), more)]);
+        }
     }
 
     /// The connections of a gateway that has ended. Its calls may still be executed.
     pub fn end_gateway(&self, gateway: usize) {
         let mut state = self.state();
-        state.connections.iter_mut().filter(|connection| connection.gateway == gateway).for_each(Connection::cut);
+        let State { connections, surplus, .. } = &mut *state;
+        let of_gateway = connections.iter_mut().filter(|connection| connection.gateway == gateway);
+        of_gateway.for_each(|connection| add_surplus(surplus, connection.cut()));
     }
 
     pub fn is_cut(&self, connection: usize) -> bool {
@@ -300,7 +339,7 @@ impl Network {
     pub fn hash(&self, hasher: &mut impl Hasher) {
         let state = self.state();
         (&state.store, &state.replica, state.is_down, state.time_ms, state.forgot_script).hash(hasher);
-        state.has_lost_calls.hash(hasher);
+        (state.has_lost_calls, &state.surplus).hash(hasher);
         for connection in &state.connections {
             (connection.gateway, connection.is_cut, &connection.calls, connection.history).hash(hasher);
         }
@@ -331,7 +370,7 @@ impl Connection {
     fn parse(&mut self) {
         while let Some((words, length)) = parse_command(&self.unparsed) {
             self.unparsed.drain(..length);
-            self.calls.push_back(Call { words, reply: None });
+            self.calls.push_back(Call { words, reply: None, surplus: Vec::new() });
         }
         self.execute_others();
         self.deliver_others();
@@ -369,19 +408,44 @@ impl Connection {
         }
     }
 
-    fn cut(&mut self) {
+    /// Returns the tokens of replies that do not arrive any more.
+    fn cut(&mut self) -> Vec<(String, u64)> {
+        let mut surplus = Vec::new();
         if !self.is_cut {
             self.is_cut = true;
             self.history = hash_of((self.history, "end"));
+            self.calls.iter_mut().for_each(|call| surplus.append(&mut call.surplus));
             self.calls.retain(|call| call.reply.is_none() && call.is_script());
         }
+        surplus
     }
 }
 
-fn hash_of(value: impl Hash) -> u64 {
-    let mut hasher = std::hash::DefaultHasher::new();
-    value.hash(&mut hasher);
-    hasher.finish()
+/// The tokens that a reply of `acquire.lua` grants, by key.
+fn granted(call: &Call, reply: &[i64]) -> Vec<(String, u64)> {
+    let mut granted = Vec::new();
+    let (mut keys, mut arguments, mut reply) = (call.keys().iter(), call.arguments().iter(), &reply[1..]);
+    while let Some(count) = arguments.nth(1) {
+        reply = &reply[1..];
+        for _ in 0..count.parse::<usize>().expect("a number of counters") {
+            let kind = arguments.next().expect("a kind");
+            arguments.nth(if kind == "e" { 2 } else { 7 });
+            granted.push((keys.next().expect("a key").clone(), reply[0] as u64));
+            reply = &reply[4..];
+        }
+    }
+    granted
+}
+
+fn add_surplus(surplus: &mut BTreeMap<String, u64>, more: impl IntoIterator<Item = (String, u64)>) {
+    for (key, tokens) in more.into_iter().filter(|(_, tokens)| *tokens > 0) {
+        *surplus.entry(key).or_default() += tokens;
+    }
+}
+
+/// As fast as possible: states are hashed at each step.
+pub fn hash_of(value: impl Hash) -> u64 {
+    FixedState::default().hash_one(value)
 }
 
 /// The words of an array of bulk strings, and its length in bytes; `None` if it is not complete.
@@ -460,13 +524,13 @@ impl AsyncWrite for SimulatedStream {
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.network.state().connections[self.connection].cut();
+        self.network.cut(self.connection);
         Poll::Ready(Ok(()))
     }
 }
 
 impl Drop for SimulatedStream {
     fn drop(&mut self) {
-        self.network.state().connections[self.connection].cut();
+        self.network.cut(self.connection);
     }
 }
