@@ -3,6 +3,7 @@
 //! table and the compiled configuration. Signals and file changes are handled in `cli::run`.
 
 use std::cell::RefCell;
+use std::convert::Infallible;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -17,6 +18,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::spawn_local;
 
 use crate::access_log::{LogSender, WriterThread};
+use crate::admin::client_store::{FileChange, FileClients};
 use crate::admin::events::Events;
 use crate::admin::history::{self, History};
 use crate::admin::{self, AcceptState, AdminScope, AdminState, DecisionApi};
@@ -113,6 +115,8 @@ pub struct Gateway {
     admin_settings: watch::Sender<Admin>,
     /// The history of the dashboard, which the admin thread makes.
     history: Arc<Mutex<History>>,
+    /// Changes of clients that requests to the admin address ask for. Whoever serves the configuration files takes them.
+    file_changes: Option<UnboundedReceiver<FileChange>>,
     /// The thread of the active health checks, if any are configured.
     health_thread: Option<JoinHandle<()>>,
     /// Fetches keys for tokens, if configured.
@@ -155,6 +159,18 @@ pub struct KnownKeySet {
     pub text: Arc<[u8]>,
     /// Unix milliseconds.
     pub fetched_at_ms: u64,
+}
+
+/// A new configuration, which workers apply.
+#[derive(Debug)]
+pub struct Applied(tokio::sync::mpsc::Receiver<Infallible>);
+
+impl Applied {
+    /// Waits until all workers use the configuration.
+    pub async fn wait(mut self) {
+        // Nothing is sent: the channel closes when all workers have dropped their ends.
+        self.0.recv().await;
+    }
 }
 
 /// Version of the dashboard's history in [`Former`].
@@ -222,6 +238,7 @@ impl Gateway {
             upstream_health: watch::Sender::default(),
             admin_settings: watch::Sender::new(config.admin.clone()),
             history: Arc::default(),
+            file_changes: None,
             health_thread: None,
             key_set: None,
             key_set_threads: 0,
@@ -384,7 +401,7 @@ impl Gateway {
 
     /// Applies a new configuration. Connections and counts are kept; requests in flight finish under the old
     /// configuration.
-    pub fn reload(&mut self, config: Config) -> Result<(), ReloadError> {
+    pub fn reload(&mut self, config: Config) -> Result<Applied, ReloadError> {
         let changed_workers = || (config.general.workers != self.config.general.workers).then_some("workers");
         let changed_buckets = || {
             (config.metrics.request_buckets != self.config.metrics.request_buckets).then_some("metrics.request_buckets")
@@ -434,10 +451,19 @@ impl Gateway {
             Err(error) => tracing::error!(%error, "notifications are not sent"),
         }
         self.serve_decisions(&served);
-        self.send_to_workers(|| {
-            WorkerCommand::Reload(Arc::clone(&served), Arc::clone(&self.listener_config), self.outputs.clone())
+        let (pending, applied) = tokio::sync::mpsc::channel(1);
+        self.send_to_workers(|| WorkerCommand::Reload {
+            served: Arc::clone(&served),
+            listener_config: Arc::clone(&self.listener_config),
+            outputs: self.outputs.clone(),
+            pending: pending.clone(),
         });
-        Ok(())
+        Ok(Applied(applied))
+    }
+
+    /// The changes of clients that requests to the admin address ask for; once.
+    pub fn take_file_changes(&mut self) -> Option<UnboundedReceiver<FileChange>> {
+        self.file_changes.take()
     }
 
     /// Logs when window time begins or ceases to differ from the wall clock. Call about once a second.
@@ -666,6 +692,8 @@ impl Gateway {
         // Only the decision API asks the store.
         let store = self.config.counters.shared.clone().filter(|_| self.admin.is_some());
         let owner = self.workers;
+        let (file_clients, file_changes) = FileClients::new();
+        self.file_changes = Some(file_changes);
         let shared_by_workers = self.shared_by_workers.clone();
         let run = move || async move {
             let meter = || StoreMetrics::new(&registry, owner);
@@ -687,6 +715,7 @@ impl Gateway {
                 top_keys: RefCell::default(),
                 metrics,
                 events: Events::new(history),
+                client_store: Box::new(file_clients),
             };
             if let Err(error) = admin::serve(listeners, Rc::new(admin_state)).await {
                 tracing::error!(%error, "the admin address is no longer served");

@@ -15,6 +15,7 @@ const MODULES: [(&str, &[&str]); 23] = [
         "cli",
         &[
             "access_file",
+            "admin",
             "atomic_file",
             "downstream",
             "explain",

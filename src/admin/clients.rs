@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::decision_json::{render_concurrency, render_window};
 use super::endpoints::{Call, json_response, with_body};
-use super::{AdminBody, AdminState, DecisionApi, decisions, top_query};
+use super::{AdminBody, AdminState, DecisionApi, client_changes, decisions, top_query};
 use crate::decision::{DecisionQuery, Operation, QueryKey, RuleQuery};
 use transom_config::key_kind::CLIENT;
 use transom_http::error::ApiError;
@@ -22,8 +22,11 @@ pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
 
 /// `GET /v1/clients/{name}`.
 pub async fn show(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let client = client_with_usage(&call.state, &*call.decision_api()?, call.path_value(0)).await?;
-    Ok(with_body(json_response(&client)))
+    let (decision_api, name) = (call.decision_api()?, call.path_value(0));
+    let mut response = json_response(&client_with_usage(&call.state, &decision_api, name).await?);
+    let client = call.state.client_store.read(&decision_api, name);
+    client.iter().for_each(|client| client_changes::insert_tag(&mut response, client));
+    Ok(with_body(response))
 }
 
 fn describe_all(decision_api: &DecisionApi) -> Vec<Value> {

@@ -17,13 +17,13 @@ use serde_json::Value;
 use super::audit_log::AuditEntry;
 use super::authorization::{self, Caller};
 use super::json_objects::{
-    CLIENT_WITH_USAGE, CLIENTS, DECISION, DENY_ENTRIES, DENY_ENTRY, EXPLANATION, NEW_DENY_ENTRY, QUERY, QUESTION,
-    TOP_LISTS, UPSTREAMS,
+    CLIENT_PATCH, CLIENT_SETTINGS, CLIENT_WITH_USAGE, CLIENTS, DECISION, DENY_ENTRIES, DENY_ENTRY, EXPLANATION,
+    LISTED_CLIENT, NEW_DENY_ENTRY, NEW_KEY, QUERY, QUESTION, TOP_LISTS, UPSTREAMS,
 };
 use super::json_schema::Schema;
 use super::{
-    AdminBody, AdminScope, AdminState, DecisionApi, HEAD_TIMEOUT, clients, dashboard, decisions, deny, events,
-    metrics_page, openapi, top_query, upstreams,
+    AdminBody, AdminScope, AdminState, DecisionApi, HEAD_TIMEOUT, client_changes, clients, dashboard, decisions, deny,
+    events, metrics_page, openapi, top_query, upstreams,
 };
 use crate::decision::Operation;
 use transom_config::listen::Role;
@@ -40,6 +40,8 @@ pub const OTHER_PATHS: &str = "other";
 pub enum Verb {
     Get,
     Post,
+    Put,
+    Patch,
     Delete,
 }
 
@@ -48,6 +50,8 @@ impl Verb {
         match self {
             Verb::Get => [Method::GET, Method::HEAD].contains(method),
             Verb::Post => method == Method::POST,
+            Verb::Put => method == Method::PUT,
+            Verb::Patch => method == Method::PATCH,
             Verb::Delete => method == Method::DELETE,
         }
     }
@@ -57,6 +61,8 @@ impl Verb {
         match self {
             Verb::Get => "get",
             Verb::Post => "post",
+            Verb::Put => "put",
+            Verb::Patch => "patch",
             Verb::Delete => "delete",
         }
     }
@@ -66,6 +72,8 @@ impl Verb {
         match self {
             Verb::Get => "GET, HEAD",
             Verb::Post => "POST",
+            Verb::Put => "PUT",
+            Verb::Patch => "PATCH",
             Verb::Delete => "DELETE",
         }
     }
@@ -83,6 +91,7 @@ pub enum Content {
 #[derive(Clone, Copy, Debug)]
 pub enum Place {
     Query,
+    Header,
 }
 
 impl Place {
@@ -90,6 +99,7 @@ impl Place {
     pub fn name(self) -> &'static str {
         match self {
             Place::Query => "query",
+            Place::Header => "header",
         }
     }
 }
@@ -118,6 +128,8 @@ pub struct Endpoint {
     pub parameters: &'static [Parameter],
     /// The body of requests, which is JSON.
     pub request: Option<&'static Schema>,
+    /// The statuses of success.
+    pub success: &'static [u16],
     /// The forms of the body of a successful response.
     pub response: &'static [Content],
     /// Statuses of responses that do not follow from the other columns, and what they mean.
@@ -141,6 +153,7 @@ const OPEN: Endpoint = Endpoint {
     summary: "",
     parameters: &[],
     request: None,
+    success: &[200],
     response: &[],
     other_statuses: &[],
     handle: |_call| complete(Ok(responses::error_response(&RequestError::NoRoute))),
@@ -154,6 +167,34 @@ const DECIDE: Endpoint = Endpoint {
     response: &[Content::Json(&Schema::Object(&DECISION))],
     other_statuses: &[UNKNOWN_NAME, NO_STORE],
     ..READ
+};
+
+/// A change of a client.
+const CHANGE_CLIENT: Endpoint = Endpoint {
+    role: Some(Role::Clients),
+    path: "/v1/clients/{name}",
+    parameters: &[
+        Parameter {
+            name: "If-Match",
+            place: Place::Header,
+            schema: Schema::Text,
+            description: "Change only this version of the client, an ETag.",
+        },
+        Parameter {
+            name: "If-None-Match",
+            place: Place::Header,
+            schema: Schema::Text,
+            description: "`*`: change nothing if the client exists.",
+        },
+    ],
+    other_statuses: &[
+        (404, "No client has this name, or the client has no such key, or there is no `[clients]`."),
+        (409, "The change does not fit the current state, such as that of the configuration files."),
+        (412, "The precondition does not hold."),
+        (422, "The configuration would be invalid."),
+        (503, "The change cannot be made or recorded now."),
+    ],
+    ..OPEN
 };
 
 const TOP_PARAMETERS: &[Parameter] = &[
@@ -284,6 +325,47 @@ pub static ENDPOINTS: &[Endpoint] = &[
         other_statuses: &[UNKNOWN_NAME, NO_STORE],
         handle: |call| Box::pin(clients::show(call)),
         ..READ
+    },
+    Endpoint {
+        verb: Verb::Put,
+        summary: "Replaces plan, subjects and networks of a client, or adds the client.",
+        request: Some(&Schema::Object(&CLIENT_SETTINGS)),
+        success: &[200, 201],
+        response: &[Content::Json(&Schema::Object(&LISTED_CLIENT))],
+        handle: |call| Box::pin(client_changes::put(call)),
+        ..CHANGE_CLIENT
+    },
+    Endpoint {
+        verb: Verb::Patch,
+        summary: "Changes plan, subjects or networks of a client, by a JSON merge patch.",
+        request: Some(&Schema::Object(&CLIENT_PATCH)),
+        response: &[Content::Json(&Schema::Object(&LISTED_CLIENT))],
+        handle: |call| Box::pin(client_changes::patch(call)),
+        ..CHANGE_CLIENT
+    },
+    Endpoint {
+        verb: Verb::Delete,
+        summary: "Removes a client.",
+        success: &[204],
+        handle: |call| Box::pin(client_changes::delete(call)),
+        ..CHANGE_CLIENT
+    },
+    Endpoint {
+        verb: Verb::Post,
+        path: "/v1/clients/{name}/keys",
+        summary: "Generates an API key of a client, and returns it this once.",
+        success: &[201],
+        response: &[Content::Json(&Schema::Object(&NEW_KEY))],
+        handle: |call| Box::pin(client_changes::add_key(call)),
+        ..CHANGE_CLIENT
+    },
+    Endpoint {
+        verb: Verb::Delete,
+        path: "/v1/clients/{name}/keys/{id}",
+        summary: "Revokes an API key of a client.",
+        success: &[204],
+        handle: |call| Box::pin(client_changes::remove_key(call)),
+        ..CHANGE_CLIENT
     },
     Endpoint {
         path: "/v1/deny",

@@ -175,6 +175,23 @@ object! {
 }
 
 object! {
+    /// What `PUT` replaces of a client, and `PATCH` changes.
+    CLIENT_SETTINGS is closed = "ClientSettings" {
+        required("plan", Text), optional("subjects", TEXTS), optional("networks", TEXTS),
+    }
+}
+
+object! {
+    CLIENT_PATCH is closed = "ClientPatch" {
+        optional("plan", Text), optional("subjects", OrNull(&TEXTS)), optional("networks", OrNull(&TEXTS)),
+    }
+}
+
+object! {
+    NEW_KEY = "NewKey" { required("id", Text), required("key", Text) }
+}
+
+object! {
     CLIENT_RULE = "ClientRule" {
         required("rule", Text), required("key", TEXTS), required("shadow", Boolean),
         optional("windows", WINDOWS), optional("exempt", Boolean), optional("concurrent", CONCURRENT),

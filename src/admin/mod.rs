@@ -39,6 +39,8 @@ use transom_store::counter_access::CounterAccess;
 mod accepted;
 mod audit_log;
 mod authorization;
+pub mod client_changes;
+pub mod client_store;
 mod clients;
 mod dashboard;
 mod decision_json;
@@ -54,6 +56,7 @@ mod openapi;
 mod top_query;
 mod write_timeout;
 
+use client_store::ClientStore;
 use events::{EventBody, Events};
 use write_timeout::WriteTimeout;
 
@@ -119,6 +122,7 @@ pub struct AdminState {
     pub top_keys: RefCell<Option<(Arc<ServedConfig>, Rc<TopKeys>)>>,
     pub metrics: AdminMetrics,
     pub events: Events,
+    pub client_store: Box<dyn ClientStore>,
 }
 
 /// The body of a response.

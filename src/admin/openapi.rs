@@ -81,7 +81,13 @@ fn responses(row: &Endpoint, components: &mut BTreeMap<&'static str, Value>) -> 
         content.insert(media_type.to_owned(), json!({ "schema": schema }));
     }
     let mut responses = Map::new();
-    responses.insert(String::from("200"), json!({ "description": "It was done.", "content": content }));
+    for status in row.success {
+        let mut response = json!({ "description": "It was done." });
+        if !content.is_empty() {
+            response["content"] = json!(content);
+        }
+        responses.insert(status.to_string(), response);
+    }
     let mut statuses = BTreeSet::from([421]);
     if row.role.is_some() {
         statuses.extend([401, 403]);
@@ -114,7 +120,11 @@ mod tests {
             document["paths"].as_object().unwrap().values().flat_map(|path| path.as_object().unwrap().values());
         let ids: Vec<&str> = operations.map(|operation| operation["operationId"].as_str().unwrap()).collect();
         assert_eq!(ids.iter().collect::<BTreeSet<_>>().len(), ENDPOINTS.len(), "{ids:?}");
-        assert!(ENDPOINTS.iter().all(|row| row.summary.ends_with('.') && !row.response.is_empty()));
+        assert!(
+            ENDPOINTS
+                .iter()
+                .all(|row| row.summary.ends_with('.') && row.response.is_empty() == row.success.contains(&204))
+        );
         // Only what needs no role may be open to scrapers, and only GET.
         assert!(ENDPOINTS.iter().all(|row| !row.is_on_metrics || (row.role.is_none() && row.verb == Verb::Get)));
     }

@@ -4,6 +4,7 @@
 //! is written. Keys are stored as digests only; a generated key is printed once.
 
 mod clients_toml;
+pub mod file_edit;
 mod show;
 
 use std::io::{self, Write};
@@ -13,12 +14,10 @@ use clap::Subcommand;
 use serde_json::{Value, json};
 
 use self::clients_toml::{ClientsDocument, Identifiers};
+use self::file_edit::{EditError, FileEdit};
 use super::admin_client::TokenFile;
-use super::{
-    Exit, Failure, exit_of, first_line, list_folder, print_table, read_config, read_config_with, read_current_config,
-    read_file, resolve_path,
-};
-use crate::atomic_file::Draft;
+use super::{Exit, Failure, exit_of, first_line, print_table, read_config, read_current_config, resolve_path};
+use crate::admin::client_changes;
 use crate::file_watch::FileWatch;
 use transom_config::Config;
 use transom_config::clients::{Client, Clients};
@@ -31,8 +30,6 @@ use transom_rules::client_plans::describe_client;
 /// Shorter keys may be guessed; a digest does not protect them.
 const SHORT_CHARS: usize = 16;
 const KEY_MAX_BYTES: u64 = 4096;
-/// 192 bits.
-const GENERATED_BYTES: usize = 24;
 
 /// Arguments of `transom clients`.
 #[derive(clap::Args)]
@@ -326,10 +323,8 @@ fn read_key(text: &str) -> Result<String, Failure> {
 }
 
 fn generate_key() -> Result<String, Failure> {
-    let mut bytes = [0; GENERATED_BYTES];
     let failure = |error| Failure(Exit::Failed, format!("transom: the system provides no random numbers: {error}\n"));
-    getrandom::fill(&mut bytes).map_err(failure)?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    client_changes::generate_key().map_err(failure)
 }
 
 fn clients_of<'c>(config: &'c Config, path: &Path) -> Result<&'c Clients, Failure> {
@@ -341,26 +336,30 @@ fn clients_of<'c>(config: &'c Config, path: &Path) -> Result<&'c Clients, Failur
 
 /// Edits the clients file; returns whether it is new.
 fn edit(path: &Path, clients: &Clients, change: impl FnOnce(&mut ClientsDocument)) -> Result<bool, Failure> {
-    let file = resolve_path(path, &clients.file);
-    let draft = Draft::begin(&file).map_err(|error| match error.kind() {
-        io::ErrorKind::AlreadyExists => {
-            let draft = Draft::path_of(&file);
-            let message = format!("transom: {} is there: another process edits the clients", draft.display());
-            Failure(Exit::Failed, format!("{message}\n  fix: try again; if there is no other process, remove it\n"))
+    let mut edit = FileEdit::begin(path, clients)?;
+    change(&mut edit.document);
+    edit.check()?;
+    let is_new = edit.is_new;
+    edit.publish()?;
+    Ok(is_new)
+}
+
+impl From<EditError> for Failure {
+    fn from(error: EditError) -> Failure {
+        match error {
+            EditError::Busy(draft) => {
+                let message = format!("transom: {} is there: another process edits the clients", draft.display());
+                let fix = "try again; if there is no other process, remove it";
+                Failure(Exit::Failed, format!("{message}\n  fix: {fix}\n"))
+            }
+            EditError::Io(file, error) => Failure::io(&file, &error),
+            EditError::Syntax(file, error) => {
+                Failure::usage(format!("{} cannot be edited: {error}", file.display()), "see `transom check`")
+            }
+            EditError::Invalid(invalid) => {
+                let message = "transom: nothing was written; the result would be invalid:";
+                Failure(Exit::BadConfig, format!("{message}\n{invalid}"))
+            }
         }
-        _ => Failure::io(&file, &error),
-    })?;
-    let before = draft.current_text().map_err(|error| Failure::io(&file, &error))?;
-    let mut document = ClientsDocument::read(before.as_deref().unwrap_or_default()).map_err(|error| {
-        Failure::usage(format!("{} cannot be edited: {error}", file.display()), "see `transom check`")
-    })?;
-    change(&mut document);
-    let after = document.to_string();
-    let files = |other: &Path| if other == file { Ok(after.clone().into_bytes()) } else { read_file(other) };
-    read_config_with(path, &files, &list_folder).map_err(|invalid| {
-        let message = "transom: nothing was written; the result would be invalid:";
-        Failure(Exit::BadConfig, format!("{message}\n{invalid}"))
-    })?;
-    draft.publish(&after).map_err(|error| Failure::io(&file, &error))?;
-    Ok(before.is_none())
+    }
 }

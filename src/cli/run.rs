@@ -11,16 +11,19 @@ use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
+use super::clients::file_edit::change_client;
 use super::pid_file::PidFile;
 use super::{Exit, InvalidConfig, read_config, resolve_path, start_report, systemd};
+use crate::admin::client_store::FileChange;
 use crate::cli::upgrade::child::Program;
 use crate::cli::upgrade::protocol::{Handover, SuccessorChannel};
 use crate::cli::upgrade::state;
 use crate::cli::upgrade::state::Upgrade;
 use crate::file_watch::FileWatch;
-use crate::server::error::StartError;
-use crate::server::{Former, Gateway};
+use crate::server::error::{ReloadError, StartError};
+use crate::server::{Applied, Former, Gateway};
 use transom_config::{Config, lint};
+use transom_http::error::ApiError;
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::events::ReloadMetrics;
 
@@ -161,9 +164,18 @@ impl Supervisor<'_> {
         watch_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
         // The first tick would be immediate, and the files were just read.
         watch_timer.reset();
+        // Dropped with this loop: a gateway that ends changes no clients.
+        let mut changes = self.gateway.take_file_changes();
         let successor = loop {
+            let next_change = async {
+                match &mut changes {
+                    Some(changes) => changes.recv().await,
+                    None => std::future::pending().await,
+                }
+            };
             tokio::select! {
                 () = stop.recv() => break None,
+                Some(change) = next_change => self.change_client(change, &meter),
                 _ = signals.hangup.recv() => {
                     // The reload covers earlier changes.
                     self.watch.has_changed();
@@ -183,6 +195,7 @@ impl Supervisor<'_> {
                 }
             }
         };
+        drop(changes);
         match successor {
             Some(pid) => self.drain_for_successor(pid, stop, signals).await,
             None => self.stop(stop, signals).await,
@@ -225,26 +238,56 @@ impl Supervisor<'_> {
     fn reload(&mut self, meter: &ReloadMetrics) {
         systemd::notify(systemd::RELOADING);
         match read_config(self.path, &mut self.watch) {
-            Ok(config) => match self.gateway.reload(config) {
-                Ok(()) => {
-                    let config = self.gateway.config();
-                    warn_of_certificates(config, &self.clock);
-                    self.pid_file.move_to(config.general.pid_file.as_ref().map(|file| resolve_path(self.path, file)));
-                    // Logged before it is counted: the message is there when the metric changes.
-                    tracing::info!("configuration reloaded");
-                    meter.applied(self.clock.wall_ms());
-                }
-                Err(error) => {
-                    tracing::error!("reload failed, nothing was applied: {error}");
-                    meter.refused(self.clock.wall_ms(), &error.to_string());
-                }
-            },
+            // Workers apply it in their own time.
+            Ok(config) => drop(self.apply(config, meter)),
             Err(invalid) => {
                 tracing::error!("reload failed, nothing was applied:\n{invalid}");
                 meter.refused(self.clock.wall_ms(), invalid.to_string().trim_end());
             }
         }
         systemd::notify(systemd::READY);
+    }
+
+    /// Applies a configuration, and reports it.
+    fn apply(&mut self, config: Config, meter: &ReloadMetrics) -> Result<Applied, ReloadError> {
+        let applied = self.gateway.reload(config).inspect_err(|error| {
+            tracing::error!("reload failed, nothing was applied: {error}");
+            meter.refused(self.clock.wall_ms(), &error.to_string());
+        })?;
+        let config = self.gateway.config();
+        warn_of_certificates(config, &self.clock);
+        self.pid_file.move_to(config.general.pid_file.as_ref().map(|file| resolve_path(self.path, file)));
+        // Logged before it is counted: the message is there when the metric changes.
+        tracing::info!("configuration reloaded");
+        meter.applied(self.clock.wall_ms());
+        Ok(applied)
+    }
+
+    /// Changes a client in the clients file, as a request to the admin address asks. Replies once all workers know the change.
+    fn change_client(&mut self, change: FileChange, meter: &ReloadMetrics) {
+        let FileChange { name, mut edit, reply } = change;
+        let Some(clients) = self.gateway.config().clients.clone() else {
+            // An error means that the caller has gone.
+            let _ = reply.send(Err(ApiError::NoClients));
+            return;
+        };
+        let path = self.path;
+        let changed = change_client((path, &clients), &name, &mut edit, &mut |config| self.apply(config, meter));
+        if changed.is_ok() {
+            // The change is applied already.
+            self.watch.watch(&resolve_path(path, &clients.file));
+            tracing::info!("client `{name}` changed by a request to the admin address");
+        }
+        tokio::spawn(async move {
+            let replied = match changed {
+                Ok((changed, applied)) => {
+                    applied.wait().await;
+                    Ok(changed)
+                }
+                Err(error) => Err(error),
+            };
+            let _ = reply.send(replied);
+        });
     }
 
     async fn stop(mut self, mut stop: StopSignals, mut signals: Signals) -> io::Result<()> {

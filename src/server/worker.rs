@@ -1,12 +1,13 @@
 //! The main loop of a worker: waits until the gateway accepts, serves, applies reloads, and drains.
 
+use std::convert::Infallible;
 use std::net::TcpListener as StdListener;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::mpsc::{self, UnboundedReceiver};
 
 use crate::downstream::drain::Drain;
 use crate::downstream::listener;
@@ -23,7 +24,13 @@ const SWEEP: Duration = Duration::from_secs(5);
 pub enum WorkerCommand {
     /// Accept connections.
     Accept,
-    Reload(Arc<ServedConfig>, Arc<ListenerConfig>, RecordOutputs),
+    Reload {
+        served: Arc<ServedConfig>,
+        listener_config: Arc<ListenerConfig>,
+        outputs: RecordOutputs,
+        /// Dropped once the configuration is applied.
+        pending: mpsc::Sender<Infallible>,
+    },
     Drain(DrainTimes),
     /// Close idle connections without further delay.
     CloseIdle,
@@ -83,9 +90,10 @@ pub async fn run(
             WorkerCommand::Accept => {}
             // The command may arrive before the drain.
             WorkerCommand::CloseIdle => idle = Some(Duration::ZERO),
-            WorkerCommand::Reload(served, config, outputs) => {
+            WorkerCommand::Reload { served, listener_config, outputs, pending } => {
                 worker.apply_config(served, outputs);
-                listener_context.apply(config);
+                listener_context.apply(listener_config);
+                drop(pending);
             }
             WorkerCommand::Drain(times) => {
                 let drained = drain_connections(&listener_context.drain, idle.unwrap_or(times.idle), &mut commands);

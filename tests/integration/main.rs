@@ -26,6 +26,7 @@ mod changed_limits;
 mod check_redis;
 mod chromium;
 mod client_certs;
+mod client_changes;
 mod client_keys;
 mod clients;
 mod clients_command;

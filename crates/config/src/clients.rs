@@ -6,8 +6,6 @@ use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
 
-use toml::de::DeValue;
-
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::key::{self, OnUnknownKey};
 use super::key_kind::{CLIENT_CERT, Identifies, JWT, KeyKind};
@@ -61,7 +59,7 @@ settings! {
         /// Plan of the client, which some rule defines.
         plan: Option<SpannedString> =
             Required(Text("name", "\"PLAN\""), "write `plan = \"PLAN\"`, with a plan that a rule defines");
-        /// Digests of API keys: `sha256:` and the SHA-256 in hex.
+        /// Digests of API keys: `sha256:` and the SHA-256 in hex. `[]` for a client that gets its first key later.
         api_keys: Vec<SpannedString> = Texts("digest", "[\"sha256:…\"]");
         /// Values of `subject` in requests.
         subjects: Vec<SpannedString> = Texts("text", "[\"user-17\"]");
@@ -272,14 +270,14 @@ impl ClientsFileReader<'_> {
         check_name(entry, report);
         let mut table = entry.table(format!("`[clients.{}]`", entry.key), CLIENT_FIX, report)?;
         let settings = ClientSettings::read(&mut table, report);
-        let is_empty = |item: Item| matches!(item.value, DeValue::Array(array) if array.is_empty());
-        let is_absent = |key: &str| table.lacks(key) || table.given(key).is_some_and(is_empty);
-        if ["api_keys", "subjects", "networks"].into_iter().all(is_absent) {
+        // An empty list says that the client gets keys later.
+        if ["api_keys", "subjects", "networks"].into_iter().all(|key| table.lacks(key)) {
             let message = format!(
                 "{} has no `api_keys`, `subjects` or `networks`, so no request belongs to it",
                 quoted(entry.key)
             );
-            let fix = "add `api_keys`, `subjects` or `networks`, or remove the client";
+            let fix =
+                "add `api_keys`, `subjects` or `networks`, or `api_keys = []` until it has a key, or remove the client";
             report.missing(entry.key_span.clone(), message, fix);
         }
         for (key, setting, example, is_given) in

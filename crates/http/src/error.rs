@@ -412,6 +412,18 @@ pub enum ApiError {
     AuditLogUnavailable,
     /// No configuration is served yet.
     Starting,
+    /// There are no clients that could be changed.
+    NoClients,
+    /// The client has no key with this id.
+    UnknownKey,
+    /// `If-Match` or `If-None-Match` does not hold.
+    PreconditionFailed,
+    /// The change does not fit the current state, for this reason.
+    Conflict(String),
+    /// The configuration would be invalid after the change, for this reason.
+    Rejected(String),
+    /// The change cannot be made now, for this reason.
+    Unavailable(String),
     /// As many streams of events are open as are possible.
     TooManyStreams,
     /// Another process has taken over, and has the events.

@@ -474,6 +474,19 @@ pub fn api_error_response(error: &ApiError) -> LocalResponse {
             StatusCode::SERVICE_UNAVAILABLE,
             String::from("nothing was changed, because the audit log cannot be written"),
         ),
+        ApiError::NoClients => {
+            (StatusCode::NOT_FOUND, String::from("there are no clients: the configuration has no `[clients]`"))
+        }
+        ApiError::UnknownKey => (StatusCode::NOT_FOUND, String::from("the client has no key with this id")),
+        ApiError::PreconditionFailed => (
+            StatusCode::PRECONDITION_FAILED,
+            String::from(
+                "nothing was changed: the client is not in the state that `If-Match` or `If-None-Match` states",
+            ),
+        ),
+        ApiError::Conflict(reason) => (StatusCode::CONFLICT, reason.clone()),
+        ApiError::Rejected(reason) => (StatusCode::UNPROCESSABLE_ENTITY, reason.clone()),
+        ApiError::Unavailable(reason) => (StatusCode::SERVICE_UNAVAILABLE, reason.clone()),
         ApiError::Starting => (StatusCode::SERVICE_UNAVAILABLE, String::from("the gateway is starting")),
     };
     let mut response = problem_response(status, &detail);
@@ -495,6 +508,23 @@ fn problem_response(status: StatusCode, detail: &str) -> LocalResponse {
 
 pub fn json_response(body: String) -> LocalResponse {
     response(StatusCode::OK, JSON, body)
+}
+
+/// The response of a request that has created what the response describes.
+pub fn created(mut response: LocalResponse) -> LocalResponse {
+    *response.status_mut() = StatusCode::CREATED;
+    response
+}
+
+/// The response of a request that has nothing to say.
+pub fn no_content_response() -> LocalResponse {
+    direct_response(StatusCode::NO_CONTENT.as_u16(), None)
+}
+
+/// A response that nothing may keep, because it has a secret.
+pub fn not_stored(mut response: LocalResponse) -> LocalResponse {
+    response.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
 }
 
 pub fn text_response(body: String) -> LocalResponse {

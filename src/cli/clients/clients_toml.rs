@@ -3,6 +3,7 @@
 use std::fmt;
 
 use toml_edit::{Array, DocumentMut, Item, Table, TableLike, TomlError, Value};
+use transom_config::clients::Client;
 
 use crate::toml_comments::{text_above, text_after_removal};
 
@@ -17,6 +18,25 @@ pub struct Identifiers {
 }
 
 impl Identifiers {
+    fn of(client: Option<&Client>) -> Identifiers {
+        let Some(client) = client else { return Identifiers { api_keys: vec![], subjects: vec![], networks: vec![] } };
+        Identifiers {
+            api_keys: client.api_keys.iter().map(ToString::to_string).collect(),
+            subjects: client.subjects.clone(),
+            networks: client.networks.iter().map(ToString::to_string).collect(),
+        }
+    }
+
+    fn without(&self, others: &Identifiers) -> Identifiers {
+        let rest =
+            |own: &[String], others: &[String]| own.iter().filter(|one| !others.contains(one)).cloned().collect();
+        Identifiers {
+            api_keys: rest(&self.api_keys, &others.api_keys),
+            subjects: rest(&self.subjects, &others.subjects),
+            networks: rest(&self.networks, &others.networks),
+        }
+    }
+
     pub fn is_empty(&self) -> bool {
         self.lists().iter().all(|(_, values)| values.is_empty())
     }
@@ -62,6 +82,21 @@ impl ClientsDocument {
                 let end = self.0.trailing().as_str().unwrap_or_default().to_owned();
                 self.0.set_trailing(text_after_removal(&above, &end, true));
             }
+        }
+    }
+
+    /// Replaces a client, or adds or removes it: changes only what differs.
+    pub fn replace(&mut self, name: &str, before: Option<&Client>, after: Option<&Client>) {
+        let Some(after) = after else { return self.remove(name) };
+        let (had, has) = (Identifiers::of(before), Identifiers::of(Some(after)));
+        self.remove_identifiers(name, &had.without(&has));
+        self.add(name, Some(&after.plan), &has.without(&had));
+        if has.is_empty()
+            && let Some(client) = self.client(name)
+            && !client.contains_key("api_keys")
+        {
+            // Says that the client is meant to have no identifier yet.
+            client.insert("api_keys", toml_edit::value(Array::new()));
         }
     }
 

@@ -1,0 +1,247 @@
+//! `PUT`, `PATCH` and `DELETE /v1/clients/{name}`, and the keys of a client under it.
+
+use http::header::{ETAG, HeaderMap, HeaderName, IF_MATCH, IF_NONE_MATCH};
+use http::{HeaderValue, Response};
+use serde_json::{Map, Value, json};
+use sha2::{Digest as _, Sha256};
+
+use super::AdminBody;
+use super::client_store::{Changed, Edit};
+use super::endpoints::{Call, json_response, with_body};
+use super::json_objects::CLIENT_SETTINGS;
+use transom_config::clients::{Client, Clients};
+use transom_http::error::ApiError;
+use transom_limiter::ip_prefix::Network;
+use transom_limiter::secret_digest::Digest;
+use transom_rules::client_plans::describe_client;
+use transom_rules::responses::{self, LocalResponse};
+
+/// Bytes of a generated key: 192 bits.
+const KEY_BYTES: usize = 24;
+/// Hex digits of a digest that name a key at least.
+const ID_DIGITS_MIN: usize = 8;
+
+/// `PUT /v1/clients/{name}`: replaces plan, subjects and networks.
+pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
+    let settings = Settings::parse(&parse_object(&call.body)?)?;
+    let name = call.path_value(0).to_owned();
+    let edit: Edit = Box::new(move |known| Ok(Some(settings.applied_to(&name, known))));
+    let (changed, clients) = change(&call, "replace client", None, edit).await?;
+    let Some(client) = &changed.after else { return Err(ApiError::UnknownClient(call.path_value(0).to_owned())) };
+    let response = described(&clients, client);
+    Ok(with_body(match changed.before {
+        Some(_) => response,
+        None => responses::created(response),
+    }))
+}
+
+/// `PATCH /v1/clients/{name}`: a JSON merge patch (RFC 7396) of plan, subjects and networks.
+pub async fn patch(call: Call) -> Result<Response<AdminBody>, ApiError> {
+    let (patch, name) = (parse_object(&call.body)?, call.path_value(0).to_owned());
+    CLIENT_SETTINGS.check_names(&patch)?;
+    let edit: Edit = Box::new(move |known| {
+        let known = known.ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
+        let mut settings = Settings::of(known).to_json();
+        for (field, value) in &patch {
+            match value {
+                Value::Null => drop(settings.remove(field)),
+                value => drop(settings.insert(field.clone(), value.clone())),
+            }
+        }
+        Ok(Some(Settings::parse(&settings)?.applied_to(&name, Some(known))))
+    });
+    let (changed, clients) = change(&call, "change client", None, edit).await?;
+    let client = changed.after.ok_or_else(|| ApiError::UnknownClient(call.path_value(0).to_owned()))?;
+    Ok(with_body(described(&clients, &client)))
+}
+
+/// `DELETE /v1/clients/{name}`.
+pub async fn delete(call: Call) -> Result<Response<AdminBody>, ApiError> {
+    let name = call.path_value(0).to_owned();
+    let edit: Edit = Box::new(move |known| match known {
+        Some(_) => Ok(None),
+        None => Err(ApiError::UnknownClient(name.clone())),
+    });
+    change(&call, "remove client", None, edit).await?;
+    Ok(with_body(responses::no_content_response()))
+}
+
+/// `POST /v1/clients/{name}/keys`: generates a key, and returns it this once.
+pub async fn add_key(call: Call) -> Result<Response<AdminBody>, ApiError> {
+    let key = generate_key().map_err(|error| ApiError::Unavailable(format!("there are no random numbers: {error}")))?;
+    let (digest, name) = (Digest::of(key.as_bytes()), call.path_value(0).to_owned());
+    let edit: Edit = Box::new(move |known| {
+        let mut client = known.cloned().ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
+        client.api_keys.push(digest);
+        Ok(Some(client))
+    });
+    let (changed, _) = change(&call, "add key", Some(digest.to_string()), edit).await?;
+    let mut response = responses::created(json_response(&json!({ "id": digest.to_string(), "key": key })));
+    changed.after.iter().for_each(|client| insert_tag(&mut response, client));
+    Ok(with_body(responses::not_stored(response)))
+}
+
+/// `DELETE /v1/clients/{name}/keys/{id}`. The id is the digest of the key, or the beginning of it.
+pub async fn remove_key(call: Call) -> Result<Response<AdminBody>, ApiError> {
+    let (name, id) = (call.path_value(0).to_owned(), call.path_value(1).trim_end_matches('…').to_owned());
+    if id.len() < Digest::PREFIX.len() + ID_DIGITS_MIN {
+        return Err(ApiError::Malformed(format!("the id of a key is `{}` and at least 8 digits", Digest::PREFIX)));
+    }
+    let what = id.clone();
+    let edit: Edit = Box::new(move |known| {
+        let mut client = known.cloned().ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
+        let mut matching = client.api_keys.iter().filter(|digest| digest.to_string().starts_with(&id));
+        let digest = match (matching.next(), matching.next()) {
+            (Some(digest), None) => *digest,
+            (None, _) => return Err(ApiError::UnknownKey),
+            (Some(_), Some(_)) => return Err(ApiError::Conflict("several keys begin like this".to_owned())),
+        };
+        client.api_keys.retain(|key| *key != digest);
+        Ok(Some(client))
+    });
+    change(&call, "remove key", Some(what), edit).await?;
+    Ok(with_body(responses::no_content_response()))
+}
+
+/// Changes a client, if the preconditions of the request hold, and records it. `key`: the id of the key that is concerned.
+async fn change(
+    call: &Call,
+    operation: &str,
+    key: Option<String>,
+    mut edit: Edit,
+) -> Result<(Changed, Clients), ApiError> {
+    // Reading may not need `[clients]`, a change does.
+    call.decision_api()?.served.config.clients.as_ref().ok_or(ApiError::NoClients)?;
+    let preconditions = Preconditions::of(&call.parts.headers);
+    let entry = call.begin_change()?;
+    let name = call.path_value(0);
+    let checked: Edit = Box::new(move |known| {
+        preconditions.check(known)?;
+        edit(known)
+    });
+    let changed = call.state.client_store.change(name, checked).await?;
+    let clients = call.decision_api()?.served.config.clients.clone().ok_or(ApiError::NoClients)?;
+    let described = |client: &Option<Client>| {
+        client.as_ref().map_or(Value::Null, |client| describe_client(&clients, client, Digest::to_string))
+    };
+    let mut what = json!({ "operation": operation, "client": name });
+    if let Some(key) = key {
+        what["key"] = json!(key);
+    }
+    entry.write(&what, &described(&changed.before), &described(&changed.after));
+    Ok((changed, clients))
+}
+
+/// The response with a client.
+fn described(clients: &Clients, client: &Client) -> LocalResponse {
+    let mut response = json_response(&describe_client(clients, client, Digest::brief));
+    insert_tag(&mut response, client);
+    response
+}
+
+/// Adds the field ETag, for `If-Match`.
+pub fn insert_tag(response: &mut LocalResponse, client: &Client) {
+    // Hex digits in quotes.
+    if let Ok(tag) = HeaderValue::from_str(&tag(client)) {
+        response.headers_mut().insert(ETAG, tag);
+    }
+}
+
+/// Tells versions of a client apart. Equal on all gateways.
+fn tag(client: &Client) -> String {
+    let keys: Vec<String> = client.api_keys.iter().map(Digest::to_string).collect();
+    let version = json!([client.name, Settings::of(client).to_json(), keys]).to_string();
+    let digest = Sha256::digest(version.as_bytes());
+    let digits: String = digest.iter().take(12).map(|byte| format!("{byte:02x}")).collect();
+    format!("\"{digits}\"")
+}
+
+/// A key that nobody can guess.
+pub fn generate_key() -> Result<String, getrandom::Error> {
+    let mut bytes = [0; KEY_BYTES];
+    getrandom::fill(&mut bytes)?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// What `PUT` and `PATCH` change of a client.
+struct Settings {
+    plan: String,
+    subjects: Vec<String>,
+    networks: Vec<String>,
+}
+
+impl Settings {
+    fn of(client: &Client) -> Settings {
+        Settings {
+            plan: client.plan.clone(),
+            subjects: client.subjects.clone(),
+            networks: client.networks.iter().map(ToString::to_string).collect(),
+        }
+    }
+
+    fn to_json(&self) -> Map<String, Value> {
+        let fields =
+            [("plan", json!(self.plan)), ("subjects", json!(self.subjects)), ("networks", json!(self.networks))];
+        fields.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+    }
+
+    fn parse(object: &Map<String, Value>) -> Result<Settings, ApiError> {
+        CLIENT_SETTINGS.check_names(object)?;
+        let malformed = |reason: String| ApiError::Malformed(reason);
+        let plan = object.get("plan").and_then(Value::as_str);
+        let plan = plan.ok_or_else(|| malformed(String::from("`plan` is not the name of a plan")))?;
+        let texts = |name: &str| -> Result<Vec<String>, ApiError> {
+            let Some(given) = object.get(name) else { return Ok(Vec::new()) };
+            let texts = given.as_array().map(|list| list.iter().map(|text| text.as_str().map(str::to_owned)).collect());
+            texts.flatten().ok_or_else(|| malformed(format!("`{name}` is not a list of texts")))
+        };
+        let networks = texts("networks")?;
+        if let Some(other) = networks.iter().find(|network| network.parse::<Network>().is_err()) {
+            let other: String = other.chars().take(64).collect();
+            return Err(malformed(format!("`{other}` is not a network, such as `203.0.113.0/24`")));
+        }
+        Ok(Settings { plan: plan.to_owned(), subjects: texts("subjects")?, networks })
+    }
+
+    /// The client with these settings.
+    fn applied_to(&self, name: &str, known: Option<&Client>) -> Client {
+        Client {
+            name: name.to_owned(),
+            plan: self.plan.clone(),
+            api_keys: known.map(|client| client.api_keys.clone()).unwrap_or_default(),
+            subjects: self.subjects.clone(),
+            // All can be parsed.
+            networks: self.networks.iter().filter_map(|network| network.parse().ok()).collect(),
+        }
+    }
+}
+
+fn parse_object(body: &[u8]) -> Result<Map<String, Value>, ApiError> {
+    serde_json::from_slice(body).map_err(|_| ApiError::Malformed(String::from("the body is not a JSON object")))
+}
+
+/// The preconditions of a request (RFC 9110, section 13.1).
+struct Preconditions {
+    if_match: Option<String>,
+    if_none_match: Option<String>,
+}
+
+impl Preconditions {
+    fn of(fields: &HeaderMap) -> Preconditions {
+        let text = |name: HeaderName| {
+            let values: Vec<&str> =
+                fields.get_all(&name).iter().map(|value| value.to_str().unwrap_or_default()).collect();
+            (!values.is_empty()).then(|| values.join(", "))
+        };
+        Preconditions { if_match: text(IF_MATCH), if_none_match: text(IF_NONE_MATCH) }
+    }
+
+    /// Checks the current version of a client.
+    fn check(&self, known: Option<&Client>) -> Result<(), ApiError> {
+        let is_listed = |list: &String| {
+            known.is_some_and(|client| list.split(',').map(str::trim).any(|one| one == "*" || one == tag(client)))
+        };
+        let holds = self.if_match.as_ref().is_none_or(is_listed) && !self.if_none_match.as_ref().is_some_and(is_listed);
+        if holds { Ok(()) } else { Err(ApiError::PreconditionFailed) }
+    }
+}
