@@ -647,7 +647,9 @@ impl Gateway {
         let metrics = DecisionMetrics::new(&self.registry, self.workers, "api", &served.decision_service.limit_names());
         let marks = self.outputs.marks.as_ref();
         let marks = marks.map(|marks| MarkReader::new(marks, DroppedMarks::new(&self.registry, self.workers)));
-        self.decision_api.send_replace(Some(Arc::new(DecisionApi { served: Arc::clone(served), metrics, marks })));
+        let loaded_ms = self.clock.wall_ms();
+        let decision_api = DecisionApi { served: Arc::clone(served), metrics, marks, loaded_ms };
+        self.decision_api.send_replace(Some(Arc::new(decision_api)));
     }
 
     /// Opens an address of the admin thread, or takes its socket from `inherited`. Returns it with the bound address.

@@ -28,7 +28,7 @@ pub async fn decide(call: Call, operation: Operation) -> Result<Response<AdminBo
 /// Runs a query.
 pub async fn run(
     state: &AdminState,
-    DecisionApi { served, metrics, marks }: &DecisionApi,
+    DecisionApi { served, metrics, marks, .. }: &DecisionApi,
     query: &DecisionQuery,
 ) -> Result<DecisionOutcome, ApiError> {
     let (top_keys, readable_digester) = (&*state.top_keys(served), &*served.readable_digester);

@@ -306,6 +306,12 @@ pub static ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "/v1/events",
         summary: "The state of the gateway as server-sent events, once a second.",
+        parameters: &[Parameter {
+            name: "hours",
+            place: Place::Query,
+            schema: Schema::Integer,
+            description: "How many hours of history come first: 1, which is the default, 6 or 24.",
+        }],
         response: &[Content::Text("text/event-stream")],
         other_statuses: &[(403, "The request comes from another origin."), (503, "Too many streams are open.")],
         handle: |call| Box::pin(std::future::ready(events::open(&call))),

@@ -1,6 +1,6 @@
 //! `GET /v1/events`: the state of the gateway as server-sent events, once a second, for the dashboard.
 //!
-//! One task reads the metrics, whatever the number of streams. It makes a sample of the history every ten seconds, and does
+//! `?hours=6` and `?hours=24` choose a longer history than that of one hour. One task reads the metrics, whatever the number of streams. It makes a sample of the history every ten seconds, and does
 //! nothing else while no stream is open. Each stream has a task that waits until its connection has room; events meanwhile are
 //! left out, so a slow reader costs no memory, and `write_timeout` ends it. Streams end when another process takes over.
 
@@ -17,12 +17,13 @@ use http::{Method, Response};
 use http_body::{Body, Frame};
 use http_body_util::Either;
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::authorization::is_cross_origin;
 use super::endpoints::{Call, with_body};
-use super::history::{Down, History, Sample};
+use super::history::{History, Range, Sample};
 use super::top_query::TopQuery;
 use super::{AdminBody, AdminState, DecisionApi, upstreams};
 use transom_http::error::ApiError;
@@ -96,7 +97,7 @@ impl Body for EventBody {
     }
 }
 
-/// `GET /v1/events`. A page of another origin could not read the events, but could use up all streams.
+/// `GET /v1/events`. `hours`: of the history, 1 without it. A page of another origin could not read the events, but could use up all streams.
 pub fn open(call: &Call) -> Result<Response<AdminBody>, ApiError> {
     if call.parts.method == Method::HEAD {
         return Ok(with_body(responses::event_stream_head()));
@@ -104,11 +105,12 @@ pub fn open(call: &Call) -> Result<Response<AdminBody>, ApiError> {
     if is_cross_origin(&call.parts.headers) {
         return Err(ApiError::CrossOrigin);
     }
-    let body = open_stream(&call.state)?;
+    let hours = call.query().split('&').find_map(|pair| pair.strip_prefix("hours=")?.parse().ok());
+    let body = open_stream(&call.state, Range::of_hours(hours.unwrap_or(1)))?;
     Ok(responses::event_stream_head().map(|_empty| Either::Right(body)))
 }
 
-fn open_stream(state: &Rc<AdminState>) -> Result<EventBody, ApiError> {
+fn open_stream(state: &Rc<AdminState>, range: Range) -> Result<EventBody, ApiError> {
     let streams = &state.events.streams;
     if state.accept_state.borrow().is_over() {
         return Err(ApiError::HandedOver);
@@ -122,7 +124,7 @@ fn open_stream(state: &Rc<AdminState>) -> Result<EventBody, ApiError> {
     tokio::task::spawn_local(async move {
         let mut has_ended = state.events.has_ended.subscribe();
         tokio::select! {
-            () = send_events(&state, &sender) => {}
+            () = send_events(&state, range, &sender) => {}
             () = sender.closed() => {}
             _ = has_ended.wait_for(|has_ended| *has_ended) => {}
         }
@@ -133,7 +135,7 @@ fn open_stream(state: &Rc<AdminState>) -> Result<EventBody, ApiError> {
 }
 
 /// Sends to one stream: first the history and the configuration.
-async fn send_events(state: &AdminState, sender: &mpsc::Sender<Bytes>) {
+async fn send_events(state: &AdminState, range: Range, sender: &mpsc::Sender<Bytes>) {
     let events = &state.events;
     let mut latest = events.latest.subscribe();
     // Others have the latest event for this one too.
@@ -141,7 +143,10 @@ async fn send_events(state: &AdminState, sender: &mpsc::Sender<Bytes>) {
     if !has_event {
         events.opened.notify_one();
     }
-    let mut next_sample = 0;
+    // The samples of the range, then the shorter ones since its latest.
+    let shortest = Range::of_hours(1);
+    let mut next = [(range, 0), (shortest, 0)];
+    let mut downtimes = Value::Null;
     let mut described: Option<(Arc<DecisionApi>, u64)> = None;
     let mut text = String::from("retry: 1000\n\n");
     loop {
@@ -154,12 +159,20 @@ async fn send_events(state: &AdminState, sender: &mpsc::Sender<Bytes>) {
                 described = Some((decision_api, reloads));
             }
         }
-        while next_sample < events.history().next() {
-            let (samples, next) = events.history().since(next_sample);
-            next_sample = next;
-            push_event(&mut text, "history", &samples);
-            if sender.send(Bytes::from(std::mem::take(&mut text))).await.is_err() {
-                return;
+        let known = events.history().downtimes();
+        if known != downtimes {
+            push_event(&mut text, "downtimes", &known);
+            downtimes = known;
+        }
+        next[1].1 = events.history().first_beyond(range).max(next[1].1);
+        for (range, next_sample) in &mut next {
+            while *next_sample < events.history().next(*range) {
+                let (samples, next) = events.history().since(*range, *next_sample);
+                *next_sample = next;
+                push_event(&mut text, "history", &samples);
+                if sender.send(Bytes::from(std::mem::take(&mut text))).await.is_err() {
+                    return;
+                }
             }
         }
         if std::mem::replace(&mut has_event, true) {
@@ -205,10 +218,9 @@ pub async fn run(state: Rc<AdminState>) {
         if is_due {
             let now = state.clock.instant();
             let upstream_health = state.upstream_health.borrow();
-            let servers = upstream_health.iter().flat_map(|upstream| upstream.troubled_servers(now).map(str::to_owned));
-            let down =
-                Down { is_store_down: state.registry.total(&redis::UNREACHABLE) > 0, servers: servers.collect() };
-            events.history().add(now_ms, totals.clone(), down);
+            let servers = upstream_health.iter().flat_map(|upstream| upstream.troubled_servers(now));
+            let store = (state.registry.total(&redis::UNREACHABLE) > 0).then_some("");
+            events.history().add(now_ms, &totals, store.into_iter().chain(servers));
         }
         if is_watched {
             let snapshot = snapshots.take(&state, now_ms, totals).await;
@@ -242,7 +254,7 @@ impl Snapshots {
         self.taken += 1;
         let live = self.previous.as_ref().map(|(then_ms, previous)| {
             let span_ms = now_ms.saturating_sub(*then_ms);
-            Sample::new(now_ms, span_ms, &totals.since(previous), Down::default(), |name| Arc::from(name)).to_json()
+            Sample::new(now_ms, span_ms, &totals.since(previous), |name| Arc::from(name)).to_json()
         });
         self.previous = Some((now_ms, totals));
         let mut counters = self.counters.clone();
@@ -327,6 +339,7 @@ fn configuration(state: &AdminState, decision_api: &DecisionApi) -> Value {
         let rules = route.rules.iter().map(|rule| config.rules[*rule].name.as_str());
         json!({
             "name": route.name, "path": route.path.text,
+            "upstream": route.upstream.map(|upstream| config.upstreams[upstream].name.as_str()),
             "rules": rules.collect::<Vec<_>>(),
         })
     });
@@ -334,10 +347,22 @@ fn configuration(state: &AdminState, decision_api: &DecisionApi) -> Value {
     json!({
         "rules": config.limiter_rules().take(DESCRIBED_MAX).map(describe_rule).collect::<Vec<_>>(),
         "routes": routes.collect::<Vec<_>>(),
+        "rule_count": config.rules.len(),
+        "route_count": config.routes.len(),
+        "upstream_count": config.upstreams.len(),
         "top_keys": config.admin.top_keys > 0,
+        "clients": config.clients.is_some(),
+        "text": config.text,
+        "version": text_version(&config.text),
+        "loaded": decision_api.loaded_ms,
         "token_required": state.settings.borrow().known_tokens().next().is_some(),
         "reloads": reloads.map(|reload| json!({ "time": reload.at_ms, "problem": reload.problem })).collect::<Vec<_>>(),
     })
+}
+
+/// Tells one text of the configuration from another: the beginning of its SHA-256.
+fn text_version(text: &str) -> String {
+    Sha256::digest(text).iter().take(6).map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn describe_rule(rule: &Rule) -> Value {

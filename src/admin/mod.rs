@@ -102,6 +102,8 @@ pub struct DecisionApi {
     pub metrics: DecisionMetrics,
     /// With `[notify]`.
     pub marks: Option<MarkReader>,
+    /// When the configuration was applied, Unix milliseconds.
+    pub loaded_ms: u64,
 }
 
 /// What the admin pages read.

@@ -35,6 +35,7 @@ if [ "$target" = test ]; then
     need chromium command -v chromium
     need curl command -v curl
     need faketime command -v faketime
+    need firefox-esr command -v firefox-esr
     need haproxy command -v haproxy
     need iproute2 command -v ss
     need jq command -v jq

@@ -1,6 +1,6 @@
 //! The dashboard and its events: format, bounds, access, and the page in a browser.
 //!
-//! tests/external/dashboard.cjs drives Chromium.
+//! tests/external/dashboard.cjs drives Chromium, and tests/external/firefox.cjs Firefox.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -25,7 +25,7 @@ use crate::support::gateway_group::shared_config;
 use crate::support::process::{BINARY, Process};
 use crate::support::redis::RedisServer;
 use crate::support::upstream::Upstream;
-use crate::support::{TempDir, eventually, one_rule, seeded_rng};
+use crate::support::{TempDir, eventually, eventually_eq, one_rule, seeded_rng};
 
 const STREAMS_MAX: usize = 16;
 
@@ -37,8 +37,12 @@ struct Events {
 
 impl Events {
     fn open(admin: SocketAddr) -> Events {
+        Events::open_at(admin, "/v1/events")
+    }
+
+    fn open_at(admin: SocketAddr, target: &str) -> Events {
         let mut client = Client::connect(admin);
-        client.send(request("GET", "/v1/events", &[], b""));
+        client.send(request("GET", target, &[], b""));
         let head = client.read_head().unwrap();
         assert_eq!((head.status, head.field("content-type")), (200, Some("text/event-stream")), "{head:?}");
         assert_eq!(head.field("cache-control"), Some("no-store"));
@@ -99,7 +103,12 @@ fn events_have_what_was_counted() {
         "plans": [{ "name": "gold", "limits": ["9/minute", "20/hour", "4 at a time"] }],
     });
     assert_eq!(config["rules"], json!([rule]));
-    assert_eq!(config["routes"][0], json!({ "name": "api", "path": "/a", "rules": ["r"] }));
+    assert_eq!(config["routes"][0], json!({ "name": "api", "path": "/a", "rules": ["r"], "upstream": "u" }));
+    assert_eq!(
+        (&config["route_count"], &config["rule_count"], &config["clients"]),
+        (&json!(2), &json!(1), &json!(false))
+    );
+    assert!(config["text"].as_str().unwrap().contains("[rules.r]") && config["loaded"].is_u64());
     let first = events.find("message", |_| true);
     assert_eq!((&first["draining"], &first["shared"]), (&json!(false), &Value::Null));
     for status in [200, 200, 429, 429, 429] {
@@ -126,11 +135,19 @@ fn events_have_what_was_counted() {
     assert_eq!(sample["rules"], json!([["api", "r", [2, 3, 0, 0, 0]]]));
     assert_eq!(sample["windows"], json!([["r", "r", 3]]));
     assert_eq!(sample["errors"], json!([["no_route", 1]]));
-    assert_eq!((&sample["store_down"], &sample["servers_down"]), (&json!(false), &json!([])));
     // A later stream begins with the history.
     let mut later = Events::open(gateway.admin);
     assert_eq!(later.find("history", |_| true), history);
     later.find("message", |event| event["live"]["all"] == json!([0, 0, 0, null, null]));
+    // Longer histories have the same requests, also those of samples that have not ended.
+    let sum = |samples: &Value| {
+        samples.as_array().unwrap().iter().map(|sample| sample["all"][0].as_u64().unwrap()).sum::<u64>()
+    };
+    let mut day = Events::open_at(gateway.admin, "/v1/events?hours=24");
+    assert_eq!(sum(&day.find("history", |_| true)), 7);
+    gateway.advance_s(600);
+    let ended = day.find("history", |samples| samples[0]["ms"].as_u64() > Some(100_000));
+    assert_eq!(sum(&ended), 7);
 }
 
 #[test]
@@ -204,8 +221,9 @@ fn the_page_runs_its_own_script_only() {
     for word in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", " style=", " onclick="] {
         assert!(!text.contains(word), "{word}");
     }
-    // The only addresses are names of XML.
-    assert!(text.split("://").skip(1).all(|rest| rest.starts_with("www.w3.org/2000/svg")), "an outside resource");
+    // The only addresses are names of XML, and an example.
+    let is_known = |rest: &str| rest.starts_with("www.w3.org/2000/svg") || rest.starts_with("api.example/");
+    assert!(text.split("://").skip(1).all(is_known), "an outside resource");
 }
 
 #[test]
@@ -254,25 +272,30 @@ fn streams_end_when_the_gateway_stops() {
     eventually("the stream ends", || events.next().is_none());
 }
 
-/// Chromium with the dashboard.
+/// A browser with the dashboard.
 struct Browser {
     child: Child,
-    commands: ChildStdin,
+    /// `None` once the browser is to end.
+    commands: Option<ChildStdin>,
     results: BufReader<ChildStdout>,
 }
 
 impl Browser {
     fn start() -> Browser {
-        let mut command = node("dashboard.cjs");
-        command.arg(program("chromium")).stdin(Stdio::piped()).stdout(Stdio::piped());
+        Browser::driven_by("dashboard.cjs", "chromium")
+    }
+
+    fn driven_by(driver: &str, browser: &str) -> Browser {
+        let mut command = node(driver);
+        command.arg(program(browser)).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        let (commands, results) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        let (commands, results) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
         Browser { child, commands, results }
     }
 
     #[track_caller]
     fn run(&mut self, command: Value) -> Value {
-        writeln!(self.commands, "{command}").unwrap();
+        writeln!(self.commands.as_ref().unwrap(), "{command}").unwrap();
         let mut line = String::new();
         self.results.read_line(&mut line).unwrap();
         serde_json::from_str(&line).unwrap_or_else(|_| panic!("the browser failed at {command}"))
@@ -282,6 +305,14 @@ impl Browser {
     fn open(&mut self, admin: SocketAddr, view: &str, bypass: bool) {
         self.run(json!({ "do": "open", "url": format!("http://{admin}/"), "view": view, "bypass": bypass }));
         self.wait("#connection", "live");
+    }
+
+    /// Uses a token in the form that asks for one.
+    #[track_caller]
+    fn sign_in(&mut self, token: &str) {
+        self.run(json!({ "do": "fill", "of": "#token", "value": token }));
+        self.click("#token-use");
+        self.wait("#token-button", "Token set");
     }
 
     /// Waits until an element contains a text.
@@ -311,7 +342,8 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        let _ = self.child.kill();
+        // At the end of its input, the driver ends the browser.
+        drop(self.commands.take());
         let _ = self.child.wait();
     }
 }
@@ -361,11 +393,11 @@ fn the_page_is_live_and_resets_keys_with_the_token() {
     browser.wait("#values tbody", "8");
     // Without the token, with a wrong one, with the right one.
     browser.click("#keys tbody button");
-    browser.wait("#lookup-error", "The token of [admin] token_file is required.");
-    browser.run(json!({ "do": "fill", "of": "#token", "value": "a-wrong-token" }));
+    browser.wait("#lookup-error", "A token is required.");
+    browser.sign_in("a-wrong-token");
     browser.click("#lookup-button");
     browser.wait("#lookup-error", "The token is wrong.");
-    browser.run(json!({ "do": "fill", "of": "#token", "value": "the-right-token" }));
+    browser.sign_in("the-right-token");
     browser.click("#lookup-button");
     browser.wait("#lookup-result", "3 of 3");
     browser.wait("#lookup-result", "The next request is refused, for");
@@ -461,15 +493,17 @@ fn the_page_distinguishes_a_server_that_is_down_from_an_outage() {
     let mut browser = Browser::start();
     browser.open(gateway.admin, "light", false);
     let count = |browser: &mut Browser, of: &str| browser.run(json!({ "do": "count", "of": of }));
+    // What is down stands beside the server, and does not tint the chart of all requests.
     gateway.advance_s(10);
-    browser.wait("#traffic-legend", "some servers down");
-    assert_eq!(count(&mut browser, "#traffic .partial"), json!(1));
-    assert_eq!(count(&mut browser, "#traffic .outage"), json!(0));
+    let strips =
+        "[...document.querySelectorAll('#upstreams .downtime path')].map(strip => strip.getAttribute('d').length > 0)";
+    let strips = |browser: &mut Browser| browser.run(json!({ "do": "run", "script": strips }));
+    eventually_eq(|| strips(&mut browser), json!([true, false, false]));
     // The only server of the other upstream fails.
     (0..40).for_each(|_| drop(gateway.get("/b").expect(503)));
     gateway.advance_s(10);
-    browser.wait("#traffic-legend", "upstream or store down");
-    assert_eq!(count(&mut browser, "#traffic .outage"), json!(1));
+    eventually_eq(|| strips(&mut browser), json!([true, false, true]));
+    assert_eq!(count(&mut browser, "#traffic .outage"), json!(0));
     browser.wait("#upstreams tbody", "40 failures in a row");
     let failed = "document.querySelector('#routes tbody .spark .failed').getAttribute('d').length > 0";
     eventually("the route is drawn as failing", || {
@@ -481,6 +515,260 @@ fn the_page_distinguishes_a_server_that_is_down_from_an_outage() {
         let script = "(table => table.scrollWidth - table.clientWidth)(document.querySelector('#upstreams .scroll'))";
         assert_eq!(browser.run(json!({ "do": "run", "script": script })), json!(0), "{width}");
     }
+    assert_eq!(browser.problems_but(&[]), Vec::<String>::new());
+}
+
+/// A gateway with many routes and clients.
+fn large_gateway() -> Gateway {
+    let mut toml = String::from(
+        "[admin]\nhosts = [\"gateway.test\"]\n[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n\
+         [upstreams.u]\nbuiltin = \"echo\"\n\
+         [rules.per-client]\nkey = \"client\"\non_missing_key = \"ip\"\nwindows = [\"20/hour\", \"10/minute\"]\n\
+         [rules.per-client.plans.gold]\nwindows = [\"200/hour\", \"100/minute\"]\n\
+         [rules.per-client.plans.free]\nwindows = [\"20/hour\", \"10/minute\"]\n\
+         [rules.trial]\nkey = \"header:x-api-key\"\non_missing_key = \"skip\"\nwindows = [\"9/hour\"]\n\
+         overrides = [{ key = \"hidden-key\", windows = [\"5/hour\"] }]\n",
+    );
+    for n in 0..150 {
+        toml += &format!(
+            "[[routes]]\nname = \"route-{n:03}\"\npath = \"/r{n}/{{*rest}}\"\nupstream = \"u\"\nrules = [\"per-client\"]\n"
+        );
+    }
+    let client = |n: usize| {
+        let (plan, digest) = (["gold", "free"][n % 2], SecretDigest::of(format!("key-{n}").as_bytes()));
+        format!("[clients.client-{n:02}]\nplan = \"{plan}\"\napi_keys = [\"{digest}\"]\n")
+    };
+    let gateway = Gateway::start_with(&toml, &(0..60).map(client).collect::<String>());
+    for (key, times) in [("key-1", 12), ("key-2", 30)] {
+        (0..times).for_each(|_| drop(gateway.get_with("/r7/a", &[("X-Api-Key", key)])));
+    }
+    gateway.advance_s(10);
+    gateway
+}
+
+#[test]
+fn many_routes_and_clients_can_be_searched() {
+    let gateway = large_gateway();
+    let mut browser = Browser::start();
+    browser.open(gateway.admin, "light", false);
+    let count = |browser: &mut Browser, of: &str| browser.run(json!({ "do": "count", "of": of }));
+    browser.wait("#routes .more", "Show 140 more");
+    assert_eq!(count(&mut browser, "#routes tbody tr"), json!(10));
+    browser.run(json!({ "do": "fill", "of": "#routes [type=search]", "value": "/r14 rest" }));
+    browser.wait("#routes .more", "Show 1 more");
+    browser.wait("#routes tbody", "route-145");
+    browser.run(json!({ "do": "fill", "of": "#routes [type=search]", "value": "nothing like this" }));
+    browser.wait("#routes .none", "Nothing matches the search.");
+    browser.run(json!({ "do": "fill", "of": "#routes [type=search]", "value": "" }));
+    browser.click("#routes .more");
+    eventually_eq(|| count(&mut browser, "#routes tbody tr"), json!(150));
+    browser.click("#routes .fold");
+    let is_hidden = "document.querySelector('#routes .body').hidden";
+    assert_eq!(browser.run(json!({ "do": "run", "script": is_hidden })), json!(true));
+
+    // The clients, by use, by search and by plan.
+    browser.click("#views a[href='#clients']");
+    browser.wait("#clients .clients", "client-00");
+    browser.wait("#clients .more", "Show 36 more");
+    browser.run(json!({ "do": "select", "of": "#clients-sort", "value": "usage" }));
+    browser.wait("#clients .clients li", "client-01");
+    browser.wait("#clients .clients li", "10 of 10");
+    browser.wait("#clients .clients li", "2 refused lately");
+    browser.wait("#clients .clients li:nth-child(2)", "30 of 100");
+    browser.run(json!({ "do": "fill", "of": "#clients-search", "value": "client-5" }));
+    eventually_eq(|| count(&mut browser, "#clients .clients > li"), json!(10));
+    browser.run(json!({ "do": "select", "of": "#clients-plan", "value": "gold" }));
+    eventually_eq(|| count(&mut browser, "#clients .clients > li"), json!(5));
+    assert_eq!(browser.problems_but(&[]), Vec::<String>::new());
+}
+
+#[test]
+fn the_range_of_time_can_be_chosen() {
+    let gateway = Gateway::start(RULES);
+    let send = |times: usize| (0..times).for_each(|_| drop(gateway.get_with("/a", &[("X-User", "ann")])));
+    let mut events = Events::open(gateway.admin);
+    let mut advance_s = |seconds: u64| {
+        gateway.advance_s(seconds);
+        events.find("history", |_| true);
+    };
+    let mut browser = Browser::start();
+    browser.open(gateway.admin, "light", false);
+    for (requests, in_hour, pauses) in [(4, 4, 14), (2, 2, 1), (1, 3, 0)] {
+        send(requests);
+        // In a sample of its own.
+        advance_s(10);
+        browser.wait("#tiles", &format!("{in_hour} in the last hour"));
+        (0..pauses).for_each(|_| advance_s(1800));
+    }
+    for (button, text) in [
+        (1, "1 in the last 5 minutes"),
+        (2, "3 in the last hour"),
+        (3, "3 in the last 6 hours"),
+        (4, "7 in the last 24 hours"),
+    ] {
+        browser.click(&format!("#ranges button:nth-child({button})"));
+        browser.wait("#tiles", text);
+        browser.wait("#traffic-title", &text[text.find("in the").unwrap()..]);
+    }
+    assert_eq!(browser.problems_but(&[]), Vec::<String>::new());
+}
+
+#[test]
+fn requests_are_explained_and_the_configuration_is_shown_without_secrets() {
+    let gateway = large_gateway();
+    let mut browser = Browser::start();
+    browser.open(gateway.admin, "light", false);
+    browser.click("#views a[href='#explain']");
+    let fill =
+        |browser: &mut Browser, of: &str, value: &str| browser.run(json!({ "do": "fill", "of": of, "value": value }));
+    fill(&mut browser, "#explain-url", "http://a.example/r7/x");
+    fill(&mut browser, "#explain-fields", "X-Api-Key: key-1\nx-other: a:b");
+    browser.click("#explain-form button");
+    browser.wait("#explanation", "route-007");
+    browser.wait("#explanation", "10 of 10 used");
+    fill(&mut browser, "#explain-fields", "");
+    fill(&mut browser, "#explain-client", "client-03");
+    browser.click("#explain-form button");
+    browser.wait("#explanation", "0 of 10 used");
+    fill(&mut browser, "#explain-client", "nobody");
+    browser.click("#explain-form button");
+    browser.wait("#explain-error", "nobody");
+    browser.click("#views a[href='#configuration']");
+    browser.wait("#running", "150 routes, 2 rules, 1 upstream");
+    browser.wait("#config-text", "key = \"***\", windows = [\"5/hour\"]");
+    let text = browser.run(json!({ "do": "text", "of": "main" }));
+    assert!(!text.as_str().unwrap().contains("hidden-key"), "{text}");
+    assert_eq!(browser.problems_but(&["status of 404"]), Vec::<String>::new());
+}
+
+/// The gateway of the test may not have these endpoints: the page is tested with answers of its own.
+const OFFERED: &str = r#"(() => {
+  window.sent = [];
+  const own = window.fetch;
+  window.fetch = async (path, options) => {
+    if (!/deny|grants/.test(path)) return own(path, options);
+    sent.push([path, JSON.parse(options.body), Boolean(options.headers["idempotency-key"])]);
+    return new Response(JSON.stringify(sent.length > 1 ? {} : { detail: "not now" }), { status: sent.length > 1 ? 201 : 503, headers: { "content-type": "application/json" } });
+  };
+  state.offers = { "/v1/deny": { post: {} }, "/v1/clients/{name}/grants": { post: {} } };
+  return true;
+})()"#;
+
+#[test]
+fn clients_are_blocked_and_granted_more() {
+    let gateway = large_gateway();
+    let mut browser = Browser::start();
+    browser.open(gateway.admin, "light", false);
+    browser.click("#views a[href='#clients']");
+    browser.wait("#clients .clients", "0 of 20");
+    browser.run(json!({ "do": "run", "script": OFFERED }));
+    let (grant, block) = ("[aria-label='Grant client-01']", "[aria-label='Block for client-01']");
+    browser.click(grant);
+    browser.run(json!({ "do": "fill", "of": "#action-fields input", "value": "500" }));
+    browser.run(json!({ "do": "select", "of": "#action-fields select", "value": "0" }));
+    browser.click("#action-do");
+    browser.wait("#action-error", "not now");
+    browser.click("#action-do");
+    browser.wait("#action-error", "Granted 500 in per-client-hour.");
+    browser.click("#action-close");
+    browser.click(block);
+    browser.run(json!({ "do": "fill", "of": "#action-fields input", "value": "scraper" }));
+    browser.click("#action-do");
+    browser.wait("#action-error", "Blocked until");
+    browser.run(json!({ "do": "press", "of": "#action", "key": "Escape" }));
+    // An address that is looked up.
+    browser.click("#views a[href='#overview']");
+    browser.run(json!({ "do": "select", "of": "#lookup-rule", "value": "trial" }));
+    browser.run(json!({ "do": "fill", "of": "#lookup-parts input", "value": "a-device" }));
+    browser.click("#lookup-button");
+    browser.wait("#lookup-result", "0 of 9");
+    browser.click("#block-button");
+    browser.click("#action-do");
+    browser.wait("#action-error", "Blocked until");
+    let sent = browser.run(json!({ "do": "run", "script": "sent" }));
+    let grant = json!(["/v1/clients/client-01/grants", { "rule": "per-client", "window": "per-client-hour", "tokens": 500 }, true]);
+    assert_eq!((&sent[0], &sent[1]), (&grant, &grant));
+    let entry = |n: usize| {
+        let mut entry = sent[n][1].clone();
+        (entry["until"].take().as_str().unwrap().to_owned(), entry)
+    };
+    let (until, of_client) = entry(2);
+    // The manual clock is ten seconds after its start.
+    assert_eq!(
+        (until.as_str(), of_client),
+        ("2023-11-14T23:15:10Z", json!({ "client": "client-01", "reason": "scraper", "until": null }))
+    );
+    let key = json!({ "part": "header:x-api-key", "value": "a-device" });
+    assert_eq!(entry(3).1, json!({ "key": key, "until": null }));
+    assert_eq!(browser.problems_but(&["status of 404"]), Vec::<String>::new());
+}
+
+#[test]
+fn the_page_asks_for_a_token() {
+    let folder = TempDir::new();
+    let file = folder.write("token", "a-token-of-support\n");
+    let tokens = format!("tokens = [{{ name = \"support\", file = {file:?}, role = \"read\" }}]");
+    let gateway = Gateway::start(&format!("[admin]\nhosts = [\"{HOST}\"]\n{tokens}\n{RULES}"));
+    let mut browser = Browser::start();
+    let url = format!("http://{}/", gateway.admin);
+    for view in ["light", "dark", "phone"] {
+        browser.run(json!({ "do": "open", "url": url, "view": view, "bypass": true }));
+        browser.wait("#token-text", "A token is required.");
+        browser.assert_accessible("sign in", view);
+        browser.sign_in("a-wrong-token");
+        browser.wait("#token-text", "The token is wrong.");
+        browser.sign_in("a-token-of-support");
+        browser.wait("#connection", "live");
+        // The role may not reset.
+        browser.run(json!({ "do": "fill", "of": "#lookup-parts input", "value": "ann" }));
+        browser.click("#lookup-button");
+        browser.wait("#lookup-result", "0 of 3");
+        browser.click("#reset-button");
+        browser.click("#reset-button");
+        browser.wait("#lookup-error", "support");
+        browser.click("#token-button");
+        browser.click("#token-forget");
+        browser.wait("#token-text", "A token is required.");
+    }
+}
+
+#[test]
+fn every_page_is_accessible() {
+    let gateway = large_gateway();
+    let mut browser = Browser::start();
+    for view in ["light", "dark", "phone"] {
+        browser.open(gateway.admin, view, true);
+        for (page, of, text) in
+            [("clients", "#clients", "of 20"), ("explain", "#explain", "URL"), ("configuration", "#running", "loaded")]
+        {
+            browser.click(&format!("#views a[href='#{page}']"));
+            browser.wait(of, text);
+            browser.assert_accessible(page, view);
+        }
+        browser.click("#views a[href='#clients']");
+        browser.run(json!({ "do": "run", "script": OFFERED }));
+        browser.click("[aria-label='Block for client-01']");
+        browser.assert_accessible("dialog", view);
+    }
+}
+
+#[test]
+fn the_page_works_in_firefox() {
+    let gateway = large_gateway();
+    let mut browser = Browser::driven_by("firefox.cjs", "firefox-esr");
+    browser.open(gateway.admin, "light", false);
+    browser.wait("#tiles", "42 in the last hour");
+    browser.click("#ranges button:nth-child(4)");
+    browser.wait("#tiles", "42 in the last 24 hours");
+    browser.wait("#keys tbody", "client-01");
+    browser.click("#keys tbody button");
+    browser.wait("#lookup-result", "10 of 10");
+    browser.click("#views a[href='#clients']");
+    browser.wait("#clients .clients", "30 of 100");
+    browser.click("#views a[href='#configuration']");
+    browser.wait("#running", "150 routes");
+    browser.click("#theme");
+    browser.wait("#theme", "light");
     assert_eq!(browser.problems_but(&[]), Vec::<String>::new());
 }
 
@@ -541,7 +829,7 @@ capacity = 20_000
 file = "clients.toml"
 api_key = "header:x-api-key"
 [rules.per-key]
-key = "header:x-api-key"
+key = "client"
 on_missing_key = "ip"
 windows = ["9000/hour", "300/minute"]
 [rules.per-key.plans.free]
@@ -669,6 +957,10 @@ fn screenshots_can_be_made() {
         browser.wait("#lookup-result", "of 150");
         browser.run(json!({ "do": "run", "script": "scrollTo(0, 0)" }));
         shoot(&mut browser, view, height);
+        browser.click("#views a[href='#clients']");
+        browser.wait("#clients .clients", "of 4,000");
+        browser.run(json!({ "do": "run", "script": "document.activeElement.blur()" }));
+        shoot(&mut browser, &format!("clients-{view}"), Some(900));
     }
     let empty = Gateway::start("[[routes]]\npath = \"/\"\nrespond = { status = 204 }\n");
     browser.open(empty.admin, "light", false);

@@ -19,7 +19,7 @@ use super::limits::{DrainSettings, Http2, Limits, Timeouts};
 use super::listen::{Admin, read_listen};
 use super::notify::read_notify;
 use super::path::PathSettings;
-use super::redaction::HiddenValues;
+use super::redaction::{HiddenValues, shown_text};
 use super::redis::{StoreConfig, TABLE_FIX};
 use super::references;
 use super::route::{RouteContext, read_routes};
@@ -40,6 +40,7 @@ pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem
     }
     let valid_text = toml_errors::skip_syntax_errors(text, &mut report);
     let (mut document, _) = DeTable::parse_recoverable(&valid_text);
+    let shown = shown_text(text, document.get_ref());
     references::resolve(document.get_mut(), &mut report);
     let mut config = read_top_level(Table::new(document.get_ref(), 0..0, "the file"), &mut report);
     let mut hidden = report.hidden.clone();
@@ -47,7 +48,7 @@ pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem
         problems if problems.is_empty() => {
             calendar::fill_calendars(config.rules.iter_mut().map(|rule| &mut rule.rule));
             hidden.set_public_text(text);
-            config.hidden = hidden;
+            (config.hidden, config.text) = (hidden, shown);
             Ok(config)
         }
         problems => Err(problems),
@@ -158,6 +159,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         rules: rules.into_values().into_iter().map(|checked| checked.rule).collect(),
         routes,
         hidden: HiddenValues::default(),
+        text: String::new(),
     }
 }
 

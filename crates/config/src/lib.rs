@@ -128,6 +128,8 @@ pub struct Config {
     pub routes: IdVec<RouteId, Route>,
     /// The values of references, for messages.
     pub hidden: HiddenValues,
+    /// The text of the file, and of those that it includes, without secrets.
+    pub text: String,
 }
 
 impl Config {

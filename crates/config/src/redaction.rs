@@ -9,6 +9,8 @@ use std::fmt;
 use std::ops::Range;
 
 use memchr::memmem;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
 
 use super::diagnostics::quoted_list;
 use super::schema;
@@ -55,6 +57,61 @@ impl<'t> Secrets<'t> {
             replace(message, value, "***");
         }
     }
+}
+
+/// The text of a valid configuration for the dashboard, with its secrets replaced by `***`: also keys of exemptions and
+/// overrides, fields with credentials, and queries of URLs. `document` is the parsed text.
+pub fn shown_text(text: &str, document: &DeTable) -> String {
+    let mut spans = secret_spans(text);
+    for (name, value) in document {
+        add_hidden_values(&[name.get_ref()], value, text, &mut spans);
+    }
+    spans.sort_by_key(|span| span.start);
+    let (mut out, mut at) = (String::with_capacity(text.len()), 0);
+    for span in spans {
+        let value = &text[span.start.max(at)..span.end.max(at)];
+        let inner = value.trim_matches(['"', '\'', ' ', '\t', '\r', '\n']);
+        if !inner.is_empty() {
+            let start = span.start.max(at) + value.find(inner).unwrap_or(0);
+            out.extend([&text[at..start], "***"]);
+            at = start + inner.len();
+        }
+    }
+    out + &text[at..]
+}
+
+/// Adds the spans of strings that are secrets by their place. `path`: the names of the tables around the value, and its own.
+fn add_hidden_values(path: &[&str], value: &Spanned<DeValue<'_>>, text: &str, spans: &mut Vec<Range<usize>>) {
+    match value.get_ref() {
+        DeValue::Table(table) => {
+            for (name, value) in table {
+                add_hidden_values(&[path, &[name.get_ref()]].concat(), value, text, spans);
+            }
+        }
+        DeValue::Array(items) => items.iter().for_each(|item| add_hidden_values(path, item, text, spans)),
+        DeValue::String(string) => {
+            let (name, span) = (path.last().copied().unwrap_or_default(), value.span());
+            let is_in = |table: &str| path.contains(&table);
+            let is_field = is_in("request_headers") || is_in("response_headers");
+            if (is_in("overrides") && name == "key")
+                || (is_in("exemptions") && (name == "key" || string.starts_with("key:")))
+                || (is_field && is_credential_field(name))
+            {
+                spans.push(span);
+            } else if string.contains("://")
+                && let Some(query) = text[span.clone()].find('?')
+            {
+                spans.push(span.start + query + 1..span.end);
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Whether a header field usually has credentials.
+fn is_credential_field(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    ["auth", "cookie", "key", "token", "secret", "password"].iter().any(|word| name.contains(word))
 }
 
 /// Replaces a value, and beginnings of it, in a message.
@@ -430,6 +487,39 @@ mod tests {
     use super::*;
 
     const VALUE: &str = "hunter2-hunter2";
+
+    #[test]
+    fn the_text_that_is_shown_has_no_secrets() {
+        let text = r#"
+[counters.shared]
+redis = "rediss://gateway:hidden-1@redis.internal"
+[jwt]
+jwks_url = "https://issuer.example/keys?code=hidden-2"
+keys = [{ algorithm = "HS256", secret = "hidden-3" }]
+[rules.r]
+key = "header:x-api-key"
+exemptions = ["10.0.0.0/8", "key:hidden-4", { key = ["hidden-5"] }]
+overrides = [{ key = "hidden-6", windows = ["1/minute"] }]
+[[rules.s.overrides]]
+key = ["hidden-7"]
+[[routes]]
+path = "/a?b"
+request_headers = { set = { Authorization = "Bearer hidden-8", x-name = "shown" } }
+"#;
+        let shown = shown_text(text, &DeTable::parse(text).unwrap().into_inner());
+        assert!(!shown.contains("hidden"), "{shown}");
+        for part in [
+            "rediss://gateway:***@redis.internal",
+            "keys?***\"",
+            "{ key = \"***\", windows",
+            "x-name = \"shown\"",
+            "\"/a?b\"",
+            "10.0.0.0/8",
+        ] {
+            assert!(shown.contains(part), "{part}: {shown}");
+        }
+        assert_eq!(shown.lines().count(), text.lines().count());
+    }
 
     #[test]
     fn a_secret_is_masked_in_every_notation() {

@@ -1,235 +1,16 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width,initial-scale=1">
-<title>Transom</title>
-<link rel="icon" href="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath fill='none' stroke='%234079b5' stroke-width='2' d='M2 15V2h12v13M2 6h12M8 2v4'/%3E%3C/svg%3E">
-<style>
-:root {
-  color-scheme: light dark;
-  --page: light-dark(#f3f5f7, #0e1318); --card: light-dark(#fff, #161c23); --inset: light-dark(#f6f8fa, #1c242d);
-  --text: light-dark(#17212b, #e3e9ef); --dim: light-dark(#566370, #9ba8b5); --line: light-dark(#dde3e9, #2a343e);
-  --grid: light-dark(#e8ecf1, #232c35); --accent: light-dark(#2364a3, #6fb0ee);
-  --answered: light-dark(#5b93c9, #4a86bf); --refused: light-dark(#c2570c, #f0954a); --failed: light-dark(#86245f, #e48bc0);
-  --slow: light-dark(#6b4fa0, #b7a0ea); --median: light-dark(#2f7d78, #58b8b0);
-  --ok: light-dark(#1b7548, #58c48d); --warn: light-dark(#8a5a00, #e0b040); --bad: light-dark(#b3261e, #ff8d80);
-}
-:root[data-theme=light] { color-scheme: light; }
-:root[data-theme=dark] { color-scheme: dark; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--text); font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-variant-numeric: tabular-nums; }
-h1, h2, h3, p, dl, dd, ul, ol, figure { margin: 0; padding: 0; }
-h1 { font-size: 17px; display: flex; align-items: center; gap: 8px; letter-spacing: .01em; }
-h1 svg { width: 20px; height: 20px; stroke: var(--accent); fill: none; stroke-width: 2; }
-h2 { font-size: 14px; }
-small, .dim { color: var(--dim); font-size: 12.5px; font-weight: 400; }
-button, input, select { font: inherit; color: inherit; }
-button { background: var(--inset); border: 1px solid var(--line); border-radius: 6px; padding: 4px 10px; cursor: pointer; }
-button:hover { border-color: var(--dim); }
-button:disabled { opacity: .5; cursor: default; }
-:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
-.plain { background: none; border: 0; padding: 0; color: var(--accent); text-align: left; overflow-wrap: anywhere; }
-.plain:hover { text-decoration: underline; }
-.plain[aria-pressed=true] { font-weight: 650; text-decoration: underline; }
-[hidden] { display: none !important; }
-
-header { background: var(--card); border-bottom: 1px solid var(--line); }
-header > div { display: flex; flex-wrap: wrap; align-items: center; gap: 6px 16px; }
-header > div, main { max-width: 1440px; margin: 0 auto; padding: 10px 20px; }
-#gateway { flex: 1; min-width: 9rem; }
-#connection { font-weight: 600; }
-main { display: grid; grid-template-columns: repeat(12, minmax(0, 1fr)); gap: 14px; padding-block: 14px 32px; }
-main > * { grid-column: span 12; min-width: 0; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; }
-.head { display: flex; flex-wrap: wrap; align-items: center; justify-content: space-between; gap: 6px 14px; margin-bottom: 10px; }
-#offline { background: var(--card); border: 1px solid var(--bad); border-left-width: 5px; border-radius: 8px; padding: 10px 14px; }
-#offline strong { color: var(--bad); }
-
-.status { display: flex; flex-wrap: wrap; gap: 8px; list-style: none; }
-.status a { display: flex; gap: 7px; align-items: baseline; background: var(--card); border: 1px solid var(--line); border-radius: 999px; padding: 5px 13px 5px 11px; color: inherit; text-decoration: none; }
-.status a:hover { border-color: var(--dim); }
-.status small { overflow-wrap: anywhere; }
-.mark { font-weight: 700; white-space: nowrap; }
-.mark::before { display: inline-block; width: 1.1em; }
-.ok { color: var(--ok); } .ok::before { content: "✓"; }
-.warn { color: var(--warn); } .warn::before { content: "▲"; font-size: .8em; }
-.bad { color: var(--bad); } .bad::before { content: "✕"; }
-.wait { color: var(--dim); } .wait::before { content: "○"; }
-
-.tiles { display: grid; grid-template-columns: repeat(6, minmax(0, 1fr)); gap: 14px; }
-.tiles > div { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 10px 14px 12px; display: flex; flex-direction: column; }
-.tiles dt { color: var(--dim); font-size: 12.5px; }
-.tiles dd { font-size: 25px; font-weight: 620; line-height: 1.25; letter-spacing: -.01em; white-space: nowrap; }
-.tiles dd span { font-size: 14px; font-weight: 500; color: var(--dim); letter-spacing: 0; }
-.tiles dd.more { font-size: 12.5px; font-weight: 400; color: var(--dim); letter-spacing: 0; white-space: normal; min-height: 1.45em; }
-.tiles svg, .meter { margin-top: 8px; }
-.meter { display: block; height: 6px; border-radius: 3px; background: var(--grid); overflow: hidden; }
-.meter i { display: block; height: 100%; background: var(--answered); border-radius: 3px; }
-.meter.high i { background: var(--refused); }
-
-.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; list-style: none; color: var(--dim); font-size: 12.5px; }
-.legend svg { width: 16px; height: 10px; margin-right: 6px; display: inline-block; }
-.plot { position: relative; }
-.plot + .head { margin-top: 14px; }
-svg { display: block; overflow: visible; }
-.plot > svg { width: 100%; touch-action: pan-y; }
-.plot text { fill: var(--dim); font-size: 11.5px; }
-.grid { stroke: var(--grid); } .axis { stroke: var(--line); }
-.answered { fill: var(--answered); } .refused { fill: var(--refused); } .failed { fill: var(--failed); }
-.slow { stroke: var(--slow); fill: none; stroke-width: 1.8; stroke-linecap: round; } .median { stroke: var(--median); fill: none; stroke-width: 1.5; stroke-dasharray: 4 4; stroke-linecap: round; }
-.plot text.end-slow { fill: var(--slow); font-weight: 650; } .plot text.end-median { fill: var(--median); font-weight: 650; }
-.stripe { stroke: var(--card); stroke-width: 1.3; opacity: .55; }
-.gap { fill: var(--dim); opacity: .10; } .outage { fill: var(--bad); opacity: .13; } .partial { fill: var(--warn); }
-.flag { stroke: var(--dim); stroke-dasharray: 2 3; } .flag-mark { fill: var(--card); stroke: var(--dim); stroke-width: 1.5; } .flag-bad { fill: var(--bad); stroke: var(--bad); }
-.cursor { stroke: var(--text); opacity: .55; }
-.empty { position: absolute; inset: 0 0 24px; display: grid; place-items: center; color: var(--dim); pointer-events: none; }
-.tip { position: absolute; top: 4px; z-index: 2; background: var(--card); border: 1px solid var(--line); border-radius: 8px; box-shadow: 0 4px 14px #0003; padding: 8px 11px; font-size: 12.5px; pointer-events: none; white-space: nowrap; max-width: 92%; }
-.tip dl { display: grid; grid-template-columns: auto auto; gap: 1px 14px; }
-.tip dt { color: var(--dim); } .tip dd { text-align: right; font-weight: 600; }
-details { margin-top: 10px; } summary { color: var(--accent); cursor: pointer; width: fit-content; font-size: 12.5px; }
-details .scroll { margin-top: 8px; max-height: 22rem; overflow-y: auto; }
-
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: right; padding: 6px 0 6px 16px; border-bottom: 1px solid var(--grid); vertical-align: top; white-space: nowrap; font-weight: 400; }
-thead th { color: var(--dim); font-size: 12.5px; padding-top: 0; border-color: var(--line); vertical-align: bottom; }
-tbody tr:last-child > * { border-bottom: 0; }
-th:first-child, td:first-child, .left { text-align: left; }
-th:first-child, td:first-child { padding-left: 0; }
-tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; }
-td small, th small { display: block; } td div small { display: inline; }
-td svg { margin-left: auto; } td.left svg { margin: 0; }
-.spark { width: 132px; height: 26px; }
-.side th, .side td { padding-left: 10px; white-space: normal; } .side :is(th, td):first-child { padding-left: 0; } .side tbody th { min-width: 5.5rem; } .side .mark { white-space: normal; }
-.none { color: var(--dim); padding: 8px 0 2px; }
-.key { font-family: ui-monospace, "Cascadia Mono", Menlo, Consolas, monospace; font-size: 12.5px; overflow-wrap: anywhere; white-space: pre-wrap; max-width: 26rem; }
-.switch { display: inline-flex; border: 1px solid var(--line); border-radius: 7px; overflow: hidden; }
-.switch button { border: 0; border-radius: 0; }
-.switch [aria-pressed=true] { background: var(--accent); color: var(--card); }
-.controls { display: flex; flex-wrap: wrap; gap: 8px; align-items: center; }
-select, input { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: 5px 8px; max-width: 100%; }
-form { display: grid; gap: 10px; }
-label { display: grid; gap: 3px; font-size: 12.5px; color: var(--dim); }
-label > * { font-size: 14px; color: var(--text); }
-.primary { background: var(--accent); border-color: var(--accent); color: var(--card); font-weight: 600; }
-.danger { border-color: var(--bad); color: var(--bad); }
-#lookup .mark { white-space: normal; overflow-wrap: anywhere; }
-#lookup-result { margin-top: 12px; display: grid; gap: 10px; }
-#lookup-result .meter { margin-top: 3px; }
-.pair { display: flex; justify-content: space-between; gap: 4px 12px; flex-wrap: wrap; overflow-wrap: anywhere; }
-.facts { display: grid; grid-template-columns: auto 1fr; gap: 4px 16px; }
-.facts + .log { margin-top: 4px; }
-.facts dt { color: var(--dim); } .facts dd { overflow-wrap: anywhere; }
-.side { display: flex; flex-direction: column; gap: 14px; } .side > section:last-child { flex: 1; }
-.log { list-style: none; display: grid; gap: 8px; }
-.log pre { margin: 4px 0 0; padding: 8px 10px; background: var(--inset); border-radius: 6px; font: 12px/1.45 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 12rem; overflow-y: auto; }
-footer { color: var(--dim); font-size: 12.5px; }
-@media (min-width: 1000px) { .w5 { grid-column: span 5; } .w7 { grid-column: span 7; } }
-@media (min-width: 1200px) { .w4 { grid-column: span 4; } .w8 { grid-column: span 8; } }
-@media (max-width: 1000px) { .tiles { grid-template-columns: repeat(3, minmax(0, 1fr)); } }
-@media (max-width: 640px) {
-  header > div, main { padding-inline: 12px; }
-  main, .tiles, .side { gap: 10px; }
-  .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); }
-  .tiles dd { font-size: 22px; }
-  section { padding: 12px; }
-  .minor { display: none; }
-  th, td { padding-left: 12px; }
-  tbody th { min-width: 5.5rem; }
-  .spark { width: 64px; }
-  #gateway { order: 3; flex-basis: 100%; }
-}
-</style>
-</head>
-<body>
-<header><div>
-  <h1><svg viewBox="0 0 16 16" aria-hidden="true"><path d="M2 15V2h12v13M2 6h12M8 2v4"/></svg>Transom</h1>
-  <p id="gateway" class="dim"></p>
-  <p id="connection" role="status"><span class="mark wait">connecting</span></p>
-  <button id="theme" type="button">Theme: system</button>
-</div></header>
-<main>
-  <p id="offline" role="alert" hidden></p>
-  <ul class="status" id="status" aria-label="State of the parts"></ul>
-  <dl class="tiles" id="tiles" aria-label="Now"></dl>
-
-  <section class="w8" aria-labelledby="traffic-title">
-    <div class="head"><h2 id="traffic-title">Requests in the last hour</h2><ul class="legend" id="traffic-legend"></ul></div>
-    <div class="plot" id="traffic" tabindex="0" role="group" aria-label="Chart of requests. The arrow keys move through time."></div>
-    <div class="head"><h2 id="latency-title">Duration</h2><ul class="legend" id="latency-legend"></ul></div>
-    <div class="plot" id="latency" tabindex="0" role="group" aria-label="Chart of durations. The arrow keys move through time."></div>
-    <details id="values"><summary>Values as a table</summary><div class="scroll" tabindex="0" role="region" aria-label="Values of the charts"></div></details>
-  </section>
-
-  <div class="side w4">
-    <section id="upstreams" aria-labelledby="upstreams-title">
-      <div class="head"><h2 id="upstreams-title">Upstream servers</h2></div>
-      <div class="scroll" tabindex="0" role="region" aria-label="Table of upstreams"><table>
-        <thead><tr><th scope="col">Server</th><th scope="col" class="left">State</th><th scope="col">In flight</th><th scope="col" class="minor">1/s</th><th scope="col">Failed</th></tr></thead><tbody></tbody></table></div>
-      <p class="none"></p>
-    </section>
-    <section id="store" aria-labelledby="store-title">
-      <div class="head"><h2 id="store-title">Shared store</h2></div><dl class="facts"></dl>
-      <ul class="log" aria-label="Outages in the last hour"></ul>
-    </section>
-  </div>
-
-  <section id="routes" aria-labelledby="routes-title">
-    <div class="head"><h2 id="routes-title">Routes</h2><small>last hour; select one to see it in the charts</small></div>
-    <div class="scroll" tabindex="0" role="region" aria-label="Table of routes"><table>
-      <thead><tr><th scope="col">Route</th><th scope="col">Requests, refused</th><th scope="col" class="minor">Now, 1/s</th><th scope="col" class="minor">Requests</th><th scope="col">Refused</th><th scope="col" class="minor">Failed</th><th scope="col" class="minor">Median, now</th><th scope="col">p99, now</th></tr></thead><tbody></tbody></table></div>
-    <p class="none"></p>
-  </section>
-
-  <section id="rules" aria-labelledby="rules-title">
-    <div class="head"><h2 id="rules-title">Rules</h2><small>last hour, with requests to the decision API; select one to see it in the charts</small></div>
-    <div class="scroll" tabindex="0" role="region" aria-label="Table of rules"><table>
-      <thead><tr><th scope="col">Rule</th><th scope="col" class="left minor">Limits</th><th scope="col">Requests, refused</th><th scope="col" class="minor">Admitted</th><th scope="col">Refused</th><th scope="col" class="minor">Delayed</th><th scope="col" class="minor">Exempt</th><th scope="col" class="left">Full windows</th></tr></thead><tbody></tbody></table></div>
-    <p class="none"></p>
-  </section>
-
-  <section class="w7" id="keys" aria-labelledby="keys-title">
-    <div class="head"><h2 id="keys-title">Keys</h2>
-      <div class="controls">
-        <div class="switch" role="group" aria-label="Order of the keys"><button type="button" data-by="refused" aria-pressed="true">Most refused</button><button type="button" data-by="admitted" aria-pressed="false">Busiest</button></div>
-        <select id="keys-rule" aria-label="Rule of the keys"></select>
-      </div></div>
-    <div class="scroll" tabindex="0" role="region" aria-label="Table of keys"><table>
-      <thead><tr><th scope="col">Key</th><th scope="col" class="left minor">Rule</th><th scope="col" id="keys-count">Refused</th><th scope="col" class="minor">Share of the rule</th><th scope="col"><span class="dim">Usage</span></th></tr></thead><tbody></tbody></table></div>
-    <p class="none"></p>
-  </section>
-
-  <section class="w5" id="lookup" aria-labelledby="lookup-title">
-    <div class="head"><h2 id="lookup-title">Look up a key</h2></div>
-    <form id="lookup-form" autocomplete="off">
-      <label>Rule <select id="lookup-rule"></select></label>
-      <div id="lookup-parts"></div>
-      <label id="token-label" hidden>Admin token <input id="token" type="password" autocomplete="off" spellcheck="false"></label>
-      <div class="controls"><button class="primary" id="lookup-button">Look up</button><button class="danger" id="reset-button" type="button" hidden>Reset this key</button></div>
-    </form>
-    <p id="lookup-error" role="alert"></p>
-    <div id="lookup-result" role="status"></div>
-  </section>
-  <section class="w7" id="config" aria-labelledby="config-title">
-    <div class="head"><h2 id="config-title">Reloads of the configuration</h2></div>
-    <ol class="log" aria-label="Latest reloads"></ol>
-  </section>
-  <section class="w5" id="errors" aria-labelledby="errors-title">
-    <div class="head"><h2 id="errors-title">Errors</h2><small>last hour; responses of the gateway other than refusals</small></div>
-    <ul class="status"></ul>
-    <p class="none">No error.</p>
-  </section>
-  <footer id="footer"></footer>
-</main>
-<script>
 "use strict";
 // Data becomes text or attributes by DOM calls only, never markup: names of keys come from clients.
 const $ = id => document.getElementById(id);
-const HOUR = 3600e3, SAMPLE = 10e3;
+const SAMPLE = 10e3;
+// What the charts and tables show: a part of the samples that the gateway keeps for so many hours.
+const RANGES = [{ name: "5 min", text: "5 minutes", ms: 300e3, hours: 1 }, { name: "1 h", text: "hour", ms: 3600e3, hours: 1 }, { name: "6 h", text: "6 hours", ms: 6 * 3600e3, hours: 6 }, { name: "24 h", text: "24 hours", ms: 24 * 3600e3, hours: 24 }];
 const state = {
-  samples: [], live: [], snapshot: null, config: null, connected: false, seen: 0,
+  // All samples of the stream, and those of the range.
+  all: [], samples: [], downtimes: [], range: RANGES[1],
+  live: [], snapshot: null, config: null, connected: false, seen: 0,
   filter: null, keysBy: "refused", keysRule: "", upstreams: new Map(), lookup: null,
+  // The paths of the admin API of this gateway.
+  offers: {}, clients: null,
 };
 
 // --- Elements ---------------------------------------------------------------------------------------------------------
@@ -317,30 +98,27 @@ function shown(sample, filter) {
 }
 const perSecond = (n, sample) => n * 1000 / Math.max(sample.ms, 1);
 const now = () => state.snapshot ? state.snapshot.time : Date.now();
+// A sample replaces those of its interval: it is longer, or they are of a former stream.
 function addSamples(samples) {
-  const last = state.samples.length ? state.samples[state.samples.length - 1].end : 0;
-  state.samples.push(...samples.filter(sample => sample.end > last));
-}
-function dropOld() {
-  const oldest = now() - HOUR - SAMPLE;
-  state.samples = state.samples.filter(sample => sample.end > oldest);
-}
-// Intervals of the last hour in which a sample fulfils a condition.
-function intervals(condition) {
-  const found = [];
-  for (const sample of state.samples) {
-    if (!condition(sample)) continue;
-    const last = found[found.length - 1], start = sample.end - sample.ms;
-    if (last && start - last.end < SAMPLE / 2) last.end = sample.end; else found.push({ start, end: sample.end });
+  for (const sample of samples) {
+    const start = sample.end - sample.ms, isApart = known => known.end <= start + sample.ms / 2 || known.end > sample.end;
+    if (!state.all.every(isApart)) state.all = state.all.filter(isApart);
+    state.all.push(sample);
   }
-  return found;
+  state.all.sort((a, b) => a.end - b.end);
 }
+function selectSamples() {
+  const oldest = now() - RANGES[3].ms - SAMPLE, start = now() - state.range.ms;
+  if (state.all.length && state.all[0].end <= oldest) state.all = state.all.filter(sample => sample.end > oldest);
+  state.samples = state.all.filter(sample => sample.end > start + sample.ms / 2);
+}
+const rangeText = () => `in the last ${state.range.text}`;
+// When something was down in the range: a server by its URL, the store by "".
+const downtimesOf = what => state.downtimes.filter(({ down, end }) => down === what && end > now() - state.range.ms);
+const wasDown = (what, { end, ms }) => state.downtimes.some(downtime => downtime.down === what && downtime.start < end && downtime.end > end - ms);
 
 // --- Charts -----------------------------------------------------------------------------------------------------------
 const stripes = (id, spacing) => svg("pattern", { id, width: spacing, height: spacing, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, svg("line", { x1: 0, y1: 0, x2: 0, y2: spacing, class: "stripe" }));
-// An outage: of the store, or of all servers of an upstream. Requests to other upstreams, and with other servers left, are served.
-const isOutage = sample => sample.store_down || (state.snapshot ? state.snapshot.upstreams : []).some(({ servers }) => servers.length > 0 && servers.every(({ url }) => sample.servers_down.includes(url)));
-const isPartial = sample => sample.servers_down.length > 0 && !isOutage(sample);
 const LAYERS = [["answered", "answered"], ["refused", "refused"], ["failed", "failed (5xx)"]];
 // A round distance of the lines of an axis that ends at `value` or above, in at most five steps.
 function axisStep(value) {
@@ -366,22 +144,24 @@ function line(samples, x, y, value) {
   for (const sample of samples) {
     if (value(sample) === null) continue;
     const at = sample.end - sample.ms / 2;
-    path += `${last !== null && at - last < SAMPLE * 3 ? "L" : "M"}${x(at).toFixed(1)},${y(value(sample)).toFixed(1)}`;
-    if (last === null || at - last >= SAMPLE * 3) path += "h.01";
+    path += `${last !== null && at - last < sample.ms * 3 ? "L" : "M"}${x(at).toFixed(1)},${y(value(sample)).toFixed(1)}`;
+    if (last === null || at - last >= sample.ms * 3) path += "h.01";
     last = at;
   }
   return path;
 }
 const frame = { left: 46, right: 40, top: 10, bottom: 22 };
 function timeAxis(root, width, height, x) {
-  const every = width < 560 ? 20 : 10, end = now();
-  for (let at = Math.ceil((end - HOUR) / (every * 60e3)) * every * 60e3; at <= end; at += every * 60e3) {
+  const end = now(), every = 60e3 * [1, 2, 5, 10, 20, 60, 120, 240, 480].find(minutes => state.range.ms / minutes / 60e3 <= (width < 560 ? 4 : 7));
+  // From midnight here on, so that labels are whole hours.
+  const offset = new Date(end).getTimezoneOffset() * 60e3;
+  for (let at = Math.ceil((end - state.range.ms - offset) / every) * every + offset; at <= end; at += every) {
     root.append(svg("line", { x1: x(at), x2: x(at), y1: frame.top, y2: height - frame.bottom, class: "grid" }), svg("text", { x: x(at), y: height - 6, "text-anchor": "middle", text: clockTime(at) }));
   }
 }
 function begin(plot, height) {
   const width = Math.max(plot.clientWidth, 200), end = now();
-  const x = at => frame.left + (at - (end - HOUR)) / HOUR * (width - frame.left - frame.right);
+  const x = at => frame.left + (at - (end - state.range.ms)) / state.range.ms * (width - frame.left - frame.right);
   const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img" });
   return { width, height, x, root, end };
 }
@@ -394,11 +174,10 @@ function finish(plot, chart, isEmpty, text) {
 }
 function markers(chart, bottom) {
   const { root, x, end } = chart, clip = at => Math.max(x(at), frame.left);
-  for (const [condition, name, height] of [[isOutage, "outage", bottom - frame.top], [isPartial, "partial", 3]]) {
-    for (const { start, end } of intervals(condition)) root.append(svg("rect", { class: name, x: clip(start), width: Math.max(x(end) - clip(start), 1), y: bottom - height, height }));
-  }
+  // Of the store. What is down of an upstream stands beside its servers.
+  for (const { start, end } of downtimesOf("")) root.append(svg("rect", { class: "outage", x: clip(start), width: Math.max(x(end) - clip(start), 1), y: frame.top, height: bottom - frame.top }));
   for (const reload of (state.config ? state.config.reloads : [])) {
-    if (reload.time < end - HOUR || reload.time > end) continue;
+    if (reload.time < end - state.range.ms || reload.time > end) continue;
     const at = x(reload.time), mark = reload.problem === null ? "flag-mark" : "flag-mark flag-bad";
     root.append(svg("line", { class: "flag", x1: at, x2: at, y1: frame.top, y2: bottom }), svg("path", { class: mark, d: `M${at - 4},${frame.top - 6}h8l-4,7z` }, svg("title", { text: reload.problem === null ? "reload" : "rejected reload" })));
   }
@@ -416,21 +195,21 @@ function drawTraffic() {
   }
   root.append(svg("text", { x: 0, y: 2, text: "1/s" }));
   if (state.samples.length) {
-    const first = state.samples[0].end - state.samples[0].ms, left = x(now() - HOUR);
+    const first = state.samples[0].end - state.samples[0].ms, left = x(now() - state.range.ms);
     if (x(first) - left > 1) root.append(svg("rect", { class: "gap", x: left, width: Math.max(x(first) - left, 0), y: frame.top, height: bottom - frame.top }));
   }
   markers(chart, bottom);
   const level = [sample => 0, sample => total(sample) - values(sample)[1] - values(sample)[2], sample => total(sample) - values(sample)[2], total];
-  const inside = state.samples.filter(sample => sample.end - sample.ms >= now() - HOUR);
+  const inside = state.samples.filter(sample => x(sample.end - sample.ms) >= frame.left - 1);
   LAYERS.forEach(([name], layer) => {
     const d = steps(inside.filter(sample => level[layer + 1](sample) > level[layer](sample) || layer === 0), x, sample => y(level[layer](sample)), sample => y(level[layer + 1](sample)));
     root.append(svg("path", { class: name, d }));
     if (name === "refused") root.append(svg("path", { d, fill: "url(#stripes-refused)" }));
   });
   root.append(svg("line", { class: "cursor", y1: frame.top, y2: bottom, x1: -9, x2: -9 }));
-  const sums = hourSums(state.filter);
-  root.setAttribute("aria-label", `${grouped(sums[0])} requests in the last hour, ${grouped(sums[1])} refused, ${grouped(sums[2])} failed; at most ${rate(most)} per second`);
-  finish(plot, chart, most === 0, state.samples.length ? "no requests in the last hour" : "waiting for the first sample");
+  const sums = rangeSums(state.filter);
+  root.setAttribute("aria-label", `${grouped(sums[0])} requests ${rangeText()}, ${grouped(sums[1])} refused, ${grouped(sums[2])} failed; at most ${rate(most)} per second`);
+  finish(plot, chart, most === 0, state.samples.length ? `no requests ${rangeText()}` : "waiting for the first sample");
 }
 function drawLatency() {
   const plot = $("latency"), chart = begin(plot, 150), { root, x, width, height } = chart, bottom = height - frame.bottom;
@@ -443,7 +222,7 @@ function drawLatency() {
     root.append(svg("line", { class: value === low ? "axis" : "grid", x1: frame.left, x2: width - frame.right, y1: y(value), y2: y(value) }), svg("text", { x: frame.left - 6, y: y(value) + 4, "text-anchor": "end", text: duration(value).replace(".0", "") }));
   }
   markers(chart, bottom);
-  const inside = state.samples.filter(sample => sample.end - sample.ms >= now() - HOUR);
+  const inside = state.samples.filter(sample => x(sample.end - sample.ms) >= frame.left - 1);
   root.append(svg("path", { class: "median", d: line(inside, x, y, p50) }), svg("path", { class: "slow", d: line(inside, x, y, p99) }));
   const last = inside.findLast(sample => p99(sample) !== null);
   if (last) {
@@ -452,7 +231,7 @@ function drawLatency() {
   }
   root.append(svg("line", { class: "cursor", y1: frame.top, y2: bottom, x1: -9, x2: -9 }));
   root.setAttribute("aria-label", last ? `Durations of requests, latest: median ${duration(p50(last))}, 99th percentile ${duration(p99(last))}` : "No durations");
-  finish(plot, chart, found.length === 0, state.filter && state.filter.rule !== undefined ? "durations are measured by route" : "no requests in the last hour");
+  finish(plot, chart, found.length === 0, state.filter && state.filter.rule !== undefined ? "durations are measured by route" : `no requests ${rangeText()}`);
 }
 // Shows the values at a time in both charts.
 function moveCursor(plot, at) {
@@ -468,8 +247,7 @@ function moveCursor(plot, at) {
     const [all, refused, failed, p50, p99] = shown(sample, state.filter);
     const rows = [["all", `${rate(perSecond(all, sample))} /s`], ["refused", `${rate(perSecond(refused, sample))} /s · ${share(refused, all)}`]];
     if (!state.filter || state.filter.rule === undefined) rows.push(["failed", `${rate(perSecond(failed, sample))} /s`], ["p50 · p99", `${duration(p50)} · ${duration(p99)}`]);
-    if (sample.store_down) rows.push(["shared store", "unreachable"]);
-    if (sample.servers_down.length) rows.push(["servers down", sample.servers_down.length]);
+    if (wasDown("", sample)) rows.push(["shared store", "unreachable"]);
     const tip = el("div", { class: "tip", role: "status" }, el("strong", { text: `${clockTime(sample.end - sample.ms, true)} – ${clockTime(sample.end, true)}` }), el("dl", {}, ...rows.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: value })])));
     other.append(tip);
     tip.style.left = `${Math.min(Math.max(x > other.clientWidth / 2 ? x - tip.offsetWidth - 10 : x + 10, 0), Math.max(other.clientWidth - tip.offsetWidth, 0))}px`;
@@ -480,7 +258,7 @@ for (const id of ["traffic", "latency"]) {
   plot.addEventListener("pointermove", event => {
     if (!plot.chart) return;
     const share = (event.clientX - plot.getBoundingClientRect().left - frame.left) / (plot.chart.width - frame.left - frame.right);
-    moveCursor(plot, share >= 0 && share <= 1 ? plot.chart.end - HOUR + share * HOUR : null);
+    moveCursor(plot, share >= 0 && share <= 1 ? plot.chart.end + (share - 1) * state.range.ms : null);
   });
   plot.addEventListener("pointerleave", () => moveCursor(plot, null));
   plot.addEventListener("blur", () => moveCursor(plot, null));
@@ -507,18 +285,19 @@ function drawSpark(root, width, height, values, slots) {
   set(root.children[2], { d: path(failed, refused) });
   set(root.children[3], { x1: 0, x2: width, y1: height, y2: height });
 }
-// [slot, all, refused, failed] of an hour in 60 slots.
+// [slot, all, refused, failed] of the range in slots.
+const slotCount = () => Math.min(60, state.range.ms / SAMPLE);
 function sparkValues(of) {
-  const slots = new Map(), start = now() - HOUR;
+  const slots = new Map(), start = now() - state.range.ms, most = slotCount();
   for (const sample of state.samples) {
-    const slot = Math.min(Math.floor((sample.end - 1 - start) / HOUR * 60), 59);
+    const slot = Math.min(Math.floor((sample.end - 1 - start) / state.range.ms * most), most - 1);
     if (slot < 0) continue;
     const [all, refused, failed = 0] = of(sample), sum = slots.get(slot) || [slot, 0, 0, 0];
     slots.set(slot, [slot, sum[1] + all, sum[2] + refused, sum[3] + failed]);
   }
   return [...slots.values()];
 }
-function hourSums(filter) {
+function rangeSums(filter) {
   const sums = [0, 0, 0];
   for (const sample of state.samples) shown(sample, filter).slice(0, 3).forEach((n, i) => sums[i] += n);
   return sums;
@@ -529,34 +308,33 @@ function drawLegends() {
   const ofRule = state.filter && state.filter.rule !== undefined;
   const box = name => svg("svg", { viewBox: "0 0 16 10", "aria-hidden": "true" }, svg("rect", { class: name, width: 16, height: 10 }));
   const flag = bad => svg("svg", { viewBox: "0 0 16 10", "aria-hidden": "true" }, svg("path", { class: `flag-mark ${bad ? "flag-bad" : ""}`, d: "M4,1h8l-4,7z" }));
-  const recent = (state.config ? state.config.reloads : []).filter(reload => reload.time > now() - HOUR);
+  const recent = (state.config ? state.config.reloads : []).filter(reload => reload.time > now() - state.range.ms);
   const events = [
-    state.samples.some(isOutage) ? el("li", {}, box("outage"), "upstream or store down") : null,
-    state.samples.some(isPartial) ? el("li", {}, box("partial"), "some servers down") : null,
+    downtimesOf("").length ? el("li", {}, box("outage"), "shared store unreachable") : null,
     recent.some(reload => reload.problem === null) ? el("li", {}, flag(false), "reload") : null,
     recent.some(reload => reload.problem !== null) ? el("li", {}, flag(true), "rejected reload") : null,
-    state.samples.length && state.samples[0].end - state.samples[0].ms > now() - HOUR + SAMPLE ? el("li", {}, box("gap"), "no data") : null,
+    state.samples.length && state.samples[0].end - state.samples[0].ms > now() - state.range.ms + state.samples[0].ms ? el("li", {}, box("gap"), "no data") : null,
   ].filter(item => item);
   const layers = ofRule ? [["answered", "admitted"], ["refused", "refused, or would be"]] : LAYERS;
   $("traffic-legend").replaceChildren(...layers.map(([name, text]) => el("li", {}, swatch(name, name === "refused"), text)), ...events);
   $("latency-legend").replaceChildren(el("li", {}, stroke("slow"), "99th percentile"), el("li", {}, stroke("median"), "median"));
   const title = $("traffic-title"), chosen = state.filter;
-  title.replaceChildren(chosen ? (ofRule ? `Rule ${chosen.rule}` : `Route ${routeName(chosen.route)}`) : "Requests", " in the last hour");
+  title.replaceChildren(chosen ? (ofRule ? `Rule ${chosen.rule}` : `Route ${routeName(chosen.route)}`) : "Requests", ` ${rangeText()}`);
   if (chosen) title.append(" ", el("button", { type: "button", class: "plain", text: "show all", on: { click: () => choose(null) } }));
 }
 function drawTable() {
   const details = $("values");
   if (!details.open) return;
-  const rows = new Map();
+  const rows = new Map(), length = state.range.ms / 12;
   for (const sample of state.samples) {
-    const slot = Math.floor((sample.end - 1) / 300e3), row = rows.get(slot) || [0, 0, 0, null, null];
+    const slot = Math.floor((sample.end - 1) / length), row = rows.get(slot) || [0, 0, 0, null, null];
     const [all, refused, failed, p50, p99] = shown(sample, state.filter);
     rows.set(slot, [row[0] + all, row[1] + refused, row[2] + failed, p50 === null ? row[3] : p50, p99 === null ? row[4] : Math.max(row[4], p99)]);
   }
   const cells = values => values.map(text => el("td", { text }));
   details.querySelector("div").replaceChildren(el("table", {},
-    el("thead", {}, el("tr", {}, ...["Five minutes from", "Requests", "Refused", "Failed", "Median, latest", "p99, highest"].map(text => el("th", { scope: "col", text })))),
-    el("tbody", {}, ...[...rows].reverse().map(([slot, [all, refused, failed, p50, p99]]) => el("tr", {}, el("th", { scope: "row", text: clockTime(slot * 300e3) }), ...cells([grouped(all), grouped(refused), grouped(failed), duration(p50), duration(p99)]))))));
+    el("thead", {}, el("tr", {}, ...[`${span(length)} from`, "Requests", "Refused", "Failed", "Median, latest", "p99, highest"].map(text => el("th", { scope: "col", text })))),
+    el("tbody", {}, ...[...rows].reverse().map(([slot, [all, refused, failed, p50, p99]]) => el("tr", {}, el("th", { scope: "row", text: clockTime(slot * length) }), ...cells([grouped(all), grouped(refused), grouped(failed), duration(p50), duration(p99)]))))));
 }
 $("values").addEventListener("toggle", drawTable);
 function drawCharts() {
@@ -581,12 +359,12 @@ function current(of) {
   return { rates: sums.map(sum => sum * 1000 / Math.max(ms, 1)), sums, p50, p99 };
 }
 function drawTiles() {
-  const { rates, sums, p50, p99 } = current(sample => sample.all), hour = hourSums(null), snapshot = state.snapshot;
+  const { rates, sums, p50, p99 } = current(sample => sample.all), inRange = rangeSums(null), snapshot = state.snapshot;
   const table = snapshot.counters, filled = table.live / Math.max(table.live + table.free, 1);
   const tiles = [
-    ["Requests", rate(rates[0]), "/s", `${count(hour[0])} in the last hour`, "spark"],
-    ["Refused", share(sums[1], sums[0]).replace(" %", ""), sums[0] ? "%" : "", `${count(hour[1])} in the last hour`, "spark"],
-    ["Failed (5xx)", share(sums[2], sums[0]).replace(" %", ""), sums[0] ? "%" : "", `${count(hour[2])} in the last hour`],
+    ["Requests", rate(rates[0]), "/s", `${count(inRange[0])} ${rangeText()}`, "spark"],
+    ["Refused", share(sums[1], sums[0]).replace(" %", ""), sums[0] ? "%" : "", `${count(inRange[1])} ${rangeText()}`, "spark"],
+    ["Failed (5xx)", share(sums[2], sums[0]).replace(" %", ""), sums[0] ? "%" : "", `${count(inRange[2])} ${rangeText()}`],
     ["Duration, p99", ...`${duration(p99)} `.split(" ").slice(0, 2), `median ${duration(p50)}`],
     ["In flight", grouped(snapshot.requests_active), "", `${plural(snapshot.connections, "connection")}${snapshot.requests_delayed ? `, ${grouped(snapshot.requests_delayed)} waiting` : ""}`],
     ["Counter table", share(table.live, table.live + table.free).replace(" %", ""), "% full", `${count(table.live)} of ${count(table.live + table.free)}${table.overflow ? `, ${count(table.overflow)} by overflow` : ""}`, "meter"],
@@ -633,8 +411,34 @@ function drawStatus() {
 
 // --- Tables -----------------------------------------------------------------------------------------------------------
 const cell = (classes = "") => el("td", { class: classes });
+const ROWS = 10, ROWS_MAX = 500;
+// The rows of a table that are shown: those that match its search, and of many only the first. `text` is what is searched.
+function selectRows(section, rows, text, empty) {
+  const words = section.querySelector("[type=search]").value.toLowerCase().split(/\s+/).filter(word => word);
+  const found = words.length ? rows.filter(row => words.every(word => text(row).toLowerCase().includes(word))) : rows;
+  const shown = found.slice(0, section.showsAll ? ROWS_MAX : ROWS), more = section.querySelector(".more"), left = found.length - ROWS;
+  set(section.querySelector(".none"), { text: rows.length ? "Nothing matches the search." : empty, hidden: found.length > 0 });
+  set(more, { text: section.showsAll ? `Show ${ROWS} only` : `Show ${grouped(left)} more`, hidden: left <= 0 });
+  return shown;
+}
+function searchable(section, draw) {
+  section.querySelector("[type=search]").addEventListener("input", draw);
+  section.querySelector(".more").addEventListener("click", () => { section.showsAll = !section.showsAll; draw(); });
+}
+for (const [id, draw] of [["routes", () => drawRoutes()], ["rules", () => drawRules()]]) {
+  const section = $(id), fold = section.querySelector(".fold");
+  searchable(section, draw);
+  fold.addEventListener("click", () => {
+    const isOpen = fold.getAttribute("aria-expanded") === "false";
+    set(fold, { "aria-expanded": String(isOpen) });
+    for (const node of section.querySelectorAll(".body, [type=search], .head small")) node.hidden = !isOpen;
+    draw();
+  });
+}
+const isFolded = section => section.querySelector(".fold").getAttribute("aria-expanded") === "false";
 function drawRoutes() {
   const section = $("routes"), rows = new Map();
+  if (isFolded(section)) return;
   for (const route of state.config ? state.config.routes : []) rows.set(route.name, { name: route.name, path: route.path, sums: [0, 0, 0], p50: null, p99: null });
   const recent = now() - 60e3;
   for (const sample of state.samples) for (const [name, values] of sample.routes) {
@@ -643,16 +447,17 @@ function drawRoutes() {
     row.sums.forEach((_, i) => row.sums[i] += values[i]);
     if (sample.end > recent && values[4] !== null) [row.p50, row.p99] = values.slice(3);
   }
-  const shownRows = [...rows.values()].sort((a, b) => b.sums[0] - a.sums[0]).slice(0, 100);
+  const sorted = [...rows.values()].sort((a, b) => b.sums[0] - a.sums[0]);
+  const shownRows = selectRows(section, sorted, row => `${routeName(row.name)} ${row.path}`, "No route is configured.");
   list(section.querySelector("tbody"), shownRows, row => row.name, row => {
     const node = el("tr", {}, el("th", { scope: "row" }, el("button", { type: "button", class: "plain", on: { click: () => choose(state.filter && state.filter.route === row.name ? null : { route: row.name }) } }), el("small")), el("td", {}, svg("svg", { class: "spark" })));
-    node.append(cell("minor"), cell("minor"), cell(), cell("minor"), cell("minor"), cell());
+    node.append(cell("minor"), cell("minor"), cell(), cell("minor"), cell("minor"), cell("minor"));
     return node;
   }, (node, row) => {
     const [head, spark, live, all, refused, failed, median, p99] = node.children;
     set(head.firstChild, { text: routeName(row.name), "aria-pressed": String(Boolean(state.filter && state.filter.route === row.name)) });
     set(head.lastChild, { text: row.path === row.name ? "" : row.path });
-    drawSpark(spark.firstChild, 132, 26, sparkValues(sample => routeOf(sample, row.name)), 60);
+    drawSpark(spark.firstChild, 132, 26, sparkValues(sample => routeOf(sample, row.name)), slotCount());
     const latest = current(sample => routeOf(sample, row.name));
     set(live, { text: rate(latest.rates[0]) });
     set(all, { text: count(row.sums[0]) });
@@ -662,7 +467,6 @@ function drawRoutes() {
     set(median, { text: duration(latest.p50 === null ? row.p50 : latest.p50) });
     set(p99, { text: duration(latest.p99 === null ? row.p99 : latest.p99) });
   });
-  set(section.querySelector(".none"), { text: rows.size ? (rows.size > 100 ? `and ${plural(rows.size - 100, "more route")}` : "") : "No route is configured.", hidden: rows.size > 0 && rows.size <= 100 });
 }
 function partOf(node, part, whole) {
   if (!node.firstChild) node.append("", el("small"));
@@ -672,6 +476,7 @@ function partOf(node, part, whole) {
 }
 function drawRules() {
   const section = $("rules"), rows = new Map(), blank = () => [0, 0, 0, 0, 0];
+  if (isFolded(section)) return;
   for (const rule of state.config ? state.config.rules : []) rows.set(rule.name, { name: rule.name, rule, sums: blank(), windows: new Map() });
   for (const sample of state.samples) {
     for (const [, name, counts] of sample.rules) {
@@ -680,9 +485,10 @@ function drawRules() {
     }
     for (const [name, window, n] of sample.windows) if (rows.has(name)) rows.get(name).windows.set(window, (rows.get(name).windows.get(window) || 0) + n);
   }
-  list(section.querySelector("tbody"), [...rows.values()].slice(0, 200), row => row.name, row => {
+  const shownRows = selectRows(section, [...rows.values()], row => `${row.name} ${row.rule ? row.rule.key.join(" ") : ""}`, "No rule is configured: nothing is limited.");
+  list(section.querySelector("tbody"), shownRows, row => row.name, row => {
     const node = el("tr", {}, el("th", { scope: "row" }, el("button", { type: "button", class: "plain", on: { click: () => choose(state.filter && state.filter.rule === row.name ? null : { rule: row.name }) } }), el("small")), cell("left minor"), el("td", {}, svg("svg", { class: "spark" })));
-    node.append(cell("minor"), cell(), cell("minor"), cell("minor"), cell("left"));
+    node.append(cell("minor"), cell(), cell("minor"), cell("minor"), cell("left minor"));
     return node;
   }, (node, row) => {
     const [head, limits, spark, admitted, refused, delayed, exempt, full] = node.children, { rule, sums } = row;
@@ -699,7 +505,7 @@ function drawRules() {
       limits.shown = JSON.stringify(texts);
       limits.replaceChildren(...texts.map((text, i) => i ? el("small", { text }) : text));
     }
-    drawSpark(spark.firstChild, 132, 26, sparkValues(sample => { const [a, b, c, d, e] = ruleSum(sample, row.name); return [a + b + c + d + e, b + d]; }), 60);
+    drawSpark(spark.firstChild, 132, 26, sparkValues(sample => { const [a, b, c, d, e] = ruleSum(sample, row.name); return [a + b + c + d + e, b + d]; }), slotCount());
     set(admitted, { text: count(sums[0]) });
     partOf(refused, bad, all);
     if (sums[3]) set(refused.lastChild, { text: `${share(bad, all)}, shadow` });
@@ -708,7 +514,6 @@ function drawRules() {
     const windows = [...row.windows].sort((a, b) => b[1] - a[1]).slice(0, 3);
     list(full, windows.length ? windows : [["–", null]], ([name]) => name, () => el("div", {}, "", el("small")), (line, [name, n]) => { line.firstChild.data = name; set(line.lastChild, { text: n === null ? "" : ` ${count(n)}`, hidden: n === null }); });
   });
-  set(section.querySelector(".none"), { text: "No rule is configured: nothing is limited.", hidden: rows.size > 0 });
 }
 function drawKeys() {
   const section = $("keys"), top = state.snapshot.top, none = section.querySelector(".none"), by = state.keysBy;
@@ -737,14 +542,22 @@ function serverState(server) {
   if (server.state === "in" && server.failures_in_a_row > 0) return ["warn", `${plural(server.failures_in_a_row, "failure")} in a row`];
   return { "in": ["ok", "in use"], "slow-start": ["ok", "slow start"], failing: ["warn", "failing"], ejected: ["bad", "ejected"], unhealthy: ["bad", "unhealthy"] }[server.state] || ["wait", server.state];
 }
+// A strip of the range, with the times in which a server was down.
+function drawDowntimes(strip, url) {
+  const found = downtimesOf(url), x = at => Math.max(100 - (now() - at) / state.range.ms * 100, 0);
+  const d = found.map(({ start, end }) => `M${x(start).toFixed(2)},0H${Math.max(x(end), x(start) + .5).toFixed(2)}V4H${x(start).toFixed(2)}z`).join("");
+  set(strip.firstChild, { d });
+  set(strip, { "aria-label": found.length ? `down ${found.map(({ start, end }) => `${clockTime(start)} – ${clockTime(end)}`).join(", ")}` : `not down ${rangeText()}` });
+}
 function drawUpstreams() {
   const section = $("upstreams"), rows = state.snapshot.upstreams.flatMap(upstream => upstream.servers.map(server => ({ upstream, server, id: JSON.stringify([upstream.name, server.url]) })));
   const known = new Map();
-  list(section.querySelector("tbody"), rows, row => row.id, () => el("tr", {}, el("th", { scope: "row" }, el("span"), el("small")), el("td", { class: "left" }, el("span", { class: "mark" })), cell(), cell("minor"), cell()), (node, { upstream, server, id }) => {
+  list(section.querySelector("tbody"), rows, row => row.id, () => el("tr", {}, el("th", { scope: "row" }, el("span"), el("small"), svg("svg", { class: "downtime", viewBox: "0 0 100 4", preserveAspectRatio: "none", role: "img" }, svg("path"))), el("td", { class: "left" }, el("span", { class: "mark" })), cell(), cell("minor"), cell()), (node, { upstream, server, id }) => {
     const [head, mark, active, speed, failed] = node.children, before = state.upstreams.get(id), requests = server.requests || 0, time = state.snapshot.time;
     const [kind, text] = serverState(server);
     set(head.firstChild, { text: server.url.replace(/^http:\/\//, "") });
-    set(head.lastChild, { text: `${upstream.name}, weight ${server.weight}${upstream.pending ? `, ${upstream.pending} pending` : ""}` });
+    drawDowntimes(head.lastChild, server.url);
+    set(head.children[1], { text: `${upstream.name}, weight ${server.weight}${upstream.pending ? `, ${upstream.pending} pending` : ""}` });
     set(mark.firstChild, { class: `mark ${kind}`, text });
     set(active, { text: grouped(server.active || 0) });
     if (before && time > before.time) set(speed, { text: rate(Math.max(requests - before.requests, 0) * 1000 / (time - before.time)) });
@@ -769,7 +582,7 @@ function drawParts() {
       ["duration", `median ${duration(shared.p50)}, p99 ${duration(shared.p99)}`], ["decided during outages", count(shared.outage_decisions)], ["outages", plural(shared.outages, "outage")],
     ]);
   }
-  const outages = intervals(sample => sample.store_down).reverse();
+  const outages = [...downtimesOf("")].reverse();
   list($("store").querySelector("ul"), shared === null ? [] : outages.slice(0, 8), ({ start }) => String(start), () => el("li"), (node, { start, end }) => set(node, { text: `unreachable ${clockTime(start)} – ${clockTime(end)}, ${span(end - start)}` }));
   const reloads = state.config ? state.config.reloads : [];
   list($("config").querySelector("ol"), reloads.length ? reloads.slice(0, 5) : [null], reload => reload ? `${reload.time} ${reload.problem}` : "", reload => reload
@@ -782,15 +595,119 @@ function drawParts() {
   list($("errors").querySelector("ul"), [...errors].sort((a, b) => b[1] - a[1]), ([name]) => name, () => el("li", {}, el("strong"), " ", el("small")), (node, [name, n]) => { set(node.firstChild, { text: count(n) }); set(node.lastChild, { text: name }); });
 }
 
-// --- Look up a key ----------------------------------------------------------------------------------------------------
+// --- Token and requests -----------------------------------------------------------------------------------------------
 const TOKEN = "transom-admin-token";
-$("token").value = sessionStorage.getItem(TOKEN) || "";
-$("token").addEventListener("input", event => sessionStorage.setItem(TOKEN, event.target.value));
+const token = () => sessionStorage.getItem(TOKEN) || "";
+const isTokenUsed = () => Boolean(token() || (state.config && state.config.token_required));
+// Whether changes can be asked for.
+const mayChange = () => Boolean(token() || (state.config && !state.config.token_required));
+function askForToken(text) {
+  $("sign-in").hidden = false;
+  set($("token-button"), { "aria-expanded": "true", hidden: false });
+  set($("token-text"), { text, class: text ? "mark bad" : "" });
+  $("token").value = token();
+  $("token-forget").hidden = !token();
+  if (!text) $("token").focus();
+}
+function closeTokenForm() {
+  $("sign-in").hidden = true;
+  set($("token-button"), { "aria-expanded": "false", text: token() ? "Token set" : "Token…", hidden: !isTokenUsed() });
+}
+function useToken(value) {
+  if (value) sessionStorage.setItem(TOKEN, value); else sessionStorage.removeItem(TOKEN);
+  closeTokenForm();
+  connect();
+}
+$("token-button").addEventListener("click", () => { if ($("sign-in").hidden) askForToken(""); else closeTokenForm(); });
+$("token-form").addEventListener("submit", event => { event.preventDefault(); useToken($("token").value); });
+$("token-forget").addEventListener("click", () => useToken(""));
+
+const authorization = () => token() ? { authorization: `Bearer ${token()}` } : {};
+async function call(method, path, query, headers = {}) {
+  const body = query === undefined ? {} : { body: JSON.stringify(query) };
+  const response = await fetch(path, { method, headers: { "content-type": "application/json", ...authorization(), ...headers }, ...body, signal: AbortSignal.timeout(10e3) });
+  const text = await response.text(), isText = (response.headers.get("content-type") || "").startsWith("text/plain");
+  let found = text;
+  if (!isText) try { found = JSON.parse(text); } catch { found = {}; }
+  if (response.status === 401) {
+    const problem = token() ? "The token is wrong." : "A token is required.";
+    askForToken(problem);
+    throw new Error(problem);
+  }
+  if (!response.ok) throw new Error(found.detail || `The gateway responded with ${response.status}.`);
+  return found;
+}
+const ask = (path, query) => call("POST", path, query);
+const explainError = error => error.name === "TimeoutError" || error instanceof TypeError ? "The gateway does not respond." : error.message;
+const showError = (node, error) => set(node, { text: error ? explainError(error) : "", class: error ? "mark bad" : "" });
+// Which paths the gateway has: it may be of another version than this page expects.
+async function readOffers() {
+  try { state.offers = (await call("GET", "/v1/openapi.json")).paths || {}; } catch { state.offers = {}; }
+}
+const offers = (method, path) => mayChange() && Boolean(state.offers[path] && state.offers[path][method]);
+
+// --- Block and grant --------------------------------------------------------------------------------------------------
+const TIMES = [["15 minutes", 15], ["1 hour", 60], ["8 hours", 480], ["1 day", 1440], ["1 week", 10080]];
+let runAction = null;
+// Opens the dialog. `run` makes the change, and returns what it did.
+function openAction(title, button, fields, run) {
+  set($("action-title"), { text: title });
+  set($("action-do"), { text: button, disabled: false });
+  set($("action-close"), { text: "Cancel" });
+  showError($("action-error"), null);
+  $("action-fields").replaceChildren(...fields.map(([name, input]) => el("label", {}, name, input)));
+  runAction = run;
+  $("action").showModal();
+}
+$("action-close").addEventListener("click", () => $("action").close());
+$("action-form").addEventListener("submit", async event => {
+  event.preventDefault();
+  set($("action-do"), { disabled: true });
+  showError($("action-error"), null);
+  try {
+    set($("action-error"), { text: await runAction(), class: "mark ok" });
+    set($("action-close"), { text: "Close" });
+  } catch (error) {
+    showError($("action-error"), error);
+    set($("action-do"), { disabled: false });
+  }
+});
+// `entry` is what is denied: a network, a client, or a key.
+function block(label, entry) {
+  const time = el("select", {}, ...TIMES.map(([text, minutes]) => el("option", { value: minutes, text, selected: minutes === 60 })));
+  const reason = el("input", { spellcheck: "false" });
+  openAction(`Block ${label}`, "Block", [["For", time], ["Reason, for the log", reason]], async () => {
+    const until = new Date(now() + time.value * 60e3).toISOString().replace(/\.\d+Z/, "Z");
+    await ask("/v1/deny", { ...entry, until, ...(reason.value ? { reason: reason.value } : {}) });
+    return `Blocked until ${clockTime(Date.parse(until))}: requests get 403.`;
+  });
+}
+function grant(client) {
+  const windows = client.usage.rules.flatMap(rule => (rule.windows || []).map(window => ({ rule: rule.rule, window: window.name })));
+  const choice = el("select", {}, ...windows.map(({ window }, i) => el("option", { value: i, text: window })));
+  const tokens = el("input", { type: "number", min: 1, value: 100, required: true });
+  // Equal for all attempts of one grant.
+  const key = [...crypto.getRandomValues(new Uint8Array(16))].map(byte => byte.toString(16).padStart(2, "0")).join("");
+  openAction(`Grant ${client.name} more`, "Grant", [["Current window", choice], ["Tokens", tokens]], async () => {
+    await call("POST", `/v1/clients/${encodeURIComponent(client.name)}/grants`, { ...windows[choice.value], tokens: Number(tokens.value) }, { "idempotency-key": key });
+    readUsage();
+    return `Granted ${grouped(Number(tokens.value))} in ${windows[choice.value].window}.`;
+  });
+}
+// What blocks a key: the client that it names, the network or the value of its only part; null for others.
+function denyEntry(rule, values, client) {
+  const parts = partsOf(rule);
+  if (client) return { client };
+  if (parts.length !== 1 || values.length !== 1) return null;
+  if (parts[0] === "client") return { client: values[0] };
+  return parts[0].startsWith("ip") ? { network: values[0] } : parts[0].startsWith("json:") ? null : { key: { part: parts[0], value: values[0] } };
+}
+
+// --- Look up a key ----------------------------------------------------------------------------------------------------
 const partsOf = rule => { const found = state.config && state.config.rules.find(known => known.name === rule); return found ? found.key.filter(part => part !== "global") : []; };
 function drawLookupForm() {
   options($("lookup-rule"), state.config.rules.map(rule => rule.name));
   $("lookup-button").disabled = state.config.rules.length === 0;
-  $("token-label").hidden = !state.config.token_required;
   const parts = partsOf($("lookup-rule").value), box = $("lookup-parts");
   list(box, parts.length ? parts.map((part, i) => `${i} ${part}`) : ["global"], name => name, name => name === "global"
     ? el("p", { class: "dim", text: "This rule has one counter for all requests." })
@@ -805,18 +722,9 @@ function clearLookup() {
   set($("lookup-error"), { text: "" });
   $("lookup-result").replaceChildren();
   $("reset-button").hidden = true;
+  $("block-button").hidden = true;
   disarm();
 }
-async function ask(path, query) {
-  const token = $("token").value, headers = { "content-type": "application/json" };
-  if (token) headers.authorization = `Bearer ${token}`;
-  const response = await fetch(path, { method: "POST", headers, body: JSON.stringify(query), signal: AbortSignal.timeout(10e3) });
-  const body = await response.json().catch(() => ({}));
-  if (response.status === 401) { $("token-label").hidden = false; throw new Error(token ? "The token is wrong." : "The token of [admin] token_file is required."); }
-  if (!response.ok) throw new Error(body.detail || `The gateway responded with ${response.status}.`);
-  return body;
-}
-const explain = error => error.name === "TimeoutError" || error instanceof TypeError ? "The gateway does not respond." : error.message;
 function showLookup(query, value, label) {
   const box = $("lookup-result"), rows = [...value.windows.map(window => ({ ...window, until: `resets in ${span(window.ttl * 1e3)}` })), ...(value.concurrent || []).map(slots => ({ ...slots, until: "in flight" }))];
   const notes = [value.exempt ? "No rule counts this key: it is exempt." : "", value.unknown_key ? "The key names no client." : "", value.exempt || value.unknown_key ? "" : value.allowed ? "The next request is admitted." : `The next request is refused${value.retry_after ? `, for ${span(value.retry_after * 1e3)}` : ""}.`].filter(text => text);
@@ -834,11 +742,14 @@ function showLookup(query, value, label) {
     set(more, { text: `${grouped(row.remaining)} left, ${row.until}` });
   });
   $("reset-button").hidden = false;
-  state.lookup = { query, label };
+  const entry = denyEntry(query.rule, [].concat(query.key || []), value.client || (state.lookupClient === label ? label : null));
+  $("block-button").hidden = !(entry && offers("post", "/v1/deny"));
+  state.lookup = { query, label, entry };
 }
 // `listed`: a key of the lists whose values are not known here, because they are secret.
 async function lookUp(rule, key, listed) {
   clearLookup();
+  state.lookupClient = listed && listed.client;
   $("lookup-rule").value = rule;
   drawLookupForm();
   const inputs = [...$("lookup-parts").querySelectorAll("input")];
@@ -857,13 +768,14 @@ async function refreshLookup(query, label, path = "/v1/value") {
   } catch (error) {
     if (number !== lookupNumber) return;
     if (path === "/v1/value") clearLookup();
-    set($("lookup-error"), { text: explain(error), class: "mark bad" });
+    showError($("lookup-error"), error);
   }
 }
 $("lookup-form").addEventListener("submit", event => {
   event.preventDefault();
   lookUp($("lookup-rule").value, [...$("lookup-parts").querySelectorAll("input")].map(input => input.value));
 });
+$("block-button").addEventListener("click", () => block(state.lookup.label, state.lookup.entry));
 const disarm = () => { const button = $("reset-button"); delete button.dataset.armed; set(button, { text: "Reset this key" }); };
 $("reset-button").addEventListener("click", async () => {
   const button = $("reset-button"), lookup = state.lookup;
@@ -881,31 +793,193 @@ $("lookup-parts").addEventListener("input", () => { if (state.lookup) clearLooku
 // Values that are shown stay current.
 setInterval(() => { if (state.lookup && state.connected && !document.hidden && !$("reset-button").dataset.armed) refreshLookup(state.lookup.query, state.lookup.label); }, 2000);
 
+// --- Clients ----------------------------------------------------------------------------------------------------------
+const CLIENTS = 24, USAGE_MAX = 240;
+async function readClients() {
+  try {
+    const { clients } = await call("GET", "/v1/clients"), known = new Map((state.clients || []).map(client => [client.name, client]));
+    state.clients = clients.map(client => ({ ...client, usage: (known.get(client.name) || {}).usage }));
+    showError($("clients-error"), null);
+    drawClients();
+    await readUsage();
+  } catch (error) { showError($("clients-error"), error); }
+}
+// How much of its fullest window a client has used.
+const fullest = client => client.usage ? Math.max(0, ...client.usage.rules.flatMap(rule => (rule.windows || []).map(({ count, limit }) => limit ? count / limit : 1))) : -1;
+function selectClients() {
+  const words = $("clients-search").value.toLowerCase().split(/\s+/).filter(word => word), plan = $("clients-plan").value, by = $("clients-sort").value;
+  const found = (state.clients || []).filter(client => (!plan || client.plan === plan) && words.every(word => [client.name, client.plan, ...client.networks, ...client.subjects].join(" ").toLowerCase().includes(word)));
+  const byName = (a, b) => a.name.localeCompare(b.name);
+  return found.sort(by === "usage" ? (a, b) => fullest(b) - fullest(a) || byName(a, b) : by === "plan" ? (a, b) => a.plan.localeCompare(b.plan) || byName(a, b) : byName);
+}
+const shownClients = () => selectClients().slice(0, $("clients").showsAll ? USAGE_MAX : CLIENTS);
+// Reads the usage of the clients that are shown, or of all that may be sorted by it, a few at a time.
+let usageRun = 0;
+async function readUsage() {
+  const run = ++usageRun, wanted = $("clients-sort").value === "usage" ? selectClients().slice(0, USAGE_MAX) : shownClients();
+  const next = wanted[Symbol.iterator]();
+  const work = async () => {
+    for (const client of next) {
+      if (run !== usageRun) return;
+      client.usage = await call("GET", `/v1/clients/${encodeURIComponent(client.name)}`);
+    }
+  };
+  try { await Promise.all([work(), work(), work(), work()]); showError($("clients-error"), null); } catch (error) { showError($("clients-error"), error); }
+  if (run === usageRun) drawClients();
+}
+function drawUsage(box, client) {
+  const windows = !client.usage ? [] : client.usage.rules.flatMap(rule => [
+    ...(rule.windows || []).map(window => ({ id: `${rule.rule} ${window.name}`, name: window.name, ...window, until: `resets in ${span(window.ttl * 1e3)}` })),
+    ...(rule.concurrent || []).map(slots => ({ id: `${rule.rule} slots ${slots.name}`, ...slots, until: "in flight" })),
+    ...(rule.exempt ? [{ id: rule.rule, name: rule.rule, until: "exempt" }] : !rule.windows && !rule.concurrent ? [{ id: rule.rule, name: rule.rule, until: `a counter for each ${rule.key.filter(part => part !== "client").join(", ")}` }] : []),
+  ]);
+  list(box, windows, window => window.id, () => el("div", {}, el("div", { class: "pair" }, el("span"), el("span")), el("span", { class: "meter" }, el("i")), el("small")), (node, { name, count, limit, until }) => {
+    const [pair, meter, more] = node.children, part = limit ? count / limit : 1;
+    set(pair.firstChild, { text: name });
+    set(pair.lastChild, { text: count === undefined ? "" : `${grouped(count)} of ${grouped(limit)}` });
+    meter.hidden = count === undefined;
+    meter.firstChild.style.width = `${Math.min(part, 1) * 100}%`;
+    meter.classList.toggle("high", part >= 0.8);
+    set(more, { text: until });
+  });
+}
+function drawClients() {
+  const section = $("clients"), all = state.clients || [], found = selectClients(), left = found.length - CLIENTS;
+  options($("clients-plan"), [...new Set(all.map(client => client.plan))].sort(), "all plans");
+  list(section.querySelector(".clients"), shownClients(), client => client.name, client => {
+    const button = (text, act) => el("button", { type: "button", text, "aria-label": `${text.replace("…", "")} ${client.name}`, on: { click: () => act(state.clients.find(({ name }) => name === client.name)) } });
+    return el("li", {}, el("div", { class: "pair" }, el("span", { class: "key" }), el("small")), el("small", { class: "about" }), el("div", { class: "usage" }),
+      el("div", { class: "controls" }, button("Grant…", grant), button("Block for…", ({ name }) => block(name, { client: name }))));
+  }, (node, client) => {
+    const [pair, about, usage, controls] = node.children, refused = client.usage && client.usage.refused ? client.usage.refused.reduce((sum, { count }) => sum + count, 0) : 0;
+    set(pair.firstChild, { text: client.name });
+    set(pair.lastChild, { text: client.plan });
+    set(about, { text: [client.keys.length ? plural(client.keys.length, "key") : "", client.subjects.length ? plural(client.subjects.length, "subject") : "", client.networks.join(", "), refused ? `${count(refused)} refused lately` : ""].filter(text => text).join(" · ") });
+    drawUsage(usage, client);
+    const hasWindows = client.usage && client.usage.rules.some(rule => rule.windows && rule.windows.length);
+    controls.children[0].hidden = !(hasWindows && offers("post", "/v1/clients/{name}/grants"));
+    controls.children[1].hidden = !offers("post", "/v1/deny");
+    controls.hidden = [...controls.children].every(child => child.hidden);
+  });
+  const none = state.config && !state.config.clients ? "No client is configured: there is no [clients]." : state.clients === null ? "Waiting for the clients." : all.length ? "Nothing matches the search." : "No client is configured.";
+  set(section.querySelector(".none"), { text: none, hidden: found.length > 0 });
+  set(section.querySelector(".more"), { text: section.showsAll ? `Show ${CLIENTS} only` : `Show ${grouped(left)} more`, hidden: left <= 0 });
+}
+searchable($("clients"), () => { drawClients(); readUsage(); });
+for (const id of ["clients-plan", "clients-sort"]) $(id).addEventListener("change", () => { drawClients(); readUsage(); });
+// The list is read when the page is opened, usage while it is shown.
+setInterval(() => { if (view() === "clients" && state.connected && !document.hidden && state.clients) readUsage(); }, 5000);
+
+// --- Explain ----------------------------------------------------------------------------------------------------------
+$("explain-form").addEventListener("submit", async event => {
+  event.preventDefault();
+  const headers = {}, value = id => $(`explain-${id}`).value.trim();
+  for (const line of value("fields").split("\n").filter(line => line.includes(":"))) {
+    const [name, ...rest] = line.split(":");
+    headers[name.trim()] = rest.join(":").trim();
+  }
+  const question = { method: value("method"), url: value("url"), headers };
+  if (value("address")) question.client = value("address");
+  if (value("client")) question.as_client = value("client");
+  try {
+    const text = await call("POST", "/v1/explain", question, { accept: "text/plain" });
+    showError($("explain-error"), null);
+    set($("explanation"), { text });
+  } catch (error) {
+    showError($("explain-error"), error);
+    set($("explanation"), { text: "" });
+  }
+});
+
+// --- Configuration ----------------------------------------------------------------------------------------------------
+function drawConfiguration() {
+  const { config, snapshot } = state;
+  if (!config || !snapshot) return;
+  facts($("running"), [
+    ["version", config.version], ["loaded", `${new Date(config.loaded).toLocaleString("en", { dateStyle: "medium", timeStyle: "medium", hourCycle: "h23" })}, ${span(snapshot.time - config.loaded)} ago`],
+    ["gateway", `${snapshot.version}, up ${span(snapshot.time - snapshot.started)}`],
+    ["parts", [plural(config.route_count, "route"), plural(config.rule_count, "rule"), plural(config.upstream_count, "upstream")].join(", ")],
+  ]);
+  set($("config-text"), { text: config.text });
+}
+
+// --- Pages ------------------------------------------------------------------------------------------------------------
+const VIEWS = [...document.querySelectorAll(".view")].map(node => node.id);
+const view = () => VIEWS.find(id => !$(id).hidden);
+function showView() {
+  const target = $(location.hash.slice(1)), found = target && target.closest(".view"), name = found ? found.id : "overview";
+  for (const id of VIEWS) $(id).hidden = id !== name;
+  for (const link of $("views").children) set(link, { "aria-current": link.hash === `#${name}` ? "page" : null });
+  if (found && target !== found) target.scrollIntoView({ block: "nearest" });
+  if (state.snapshot) drawAll(true);
+  if (name === "clients" && state.config && state.config.clients) readClients();
+}
+addEventListener("hashchange", showView);
+
 // --- Connection -------------------------------------------------------------------------------------------------------
-let source = null, retry = null, watchdog = null;
+let stream = null, retry = null;
 function showConnection(mark, text) {
   const node = $("connection").firstElementChild;
   if (node.textContent !== text) set(node, { class: `mark ${mark}`, text });
 }
-function connect() {
-  clearTimeout(retry);
-  if (source) source.close();
-  source = new EventSource("/v1/events");
-  const onData = handler => event => { heard(); handler(JSON.parse(event.data)); };
-  source.addEventListener("config", onData(config => { state.config = config; drawLookupForm(); if (state.snapshot) drawAll(); }));
-  source.addEventListener("history", onData(samples => { addSamples(samples); if (state.snapshot) { dropOld(); drawCharts(); } }));
-  source.addEventListener("message", onData(update));
-  source.addEventListener("error", disconnected);
-  watchdog = watchdog || setInterval(() => { if (state.connected && performance.now() - state.seen > 6000) disconnected(); }, 1000);
+const handlers = {
+  config(config) {
+    const isFirst = !state.config;
+    state.config = config;
+    drawLookupForm();
+    closeTokenForm();
+    if (isFirst) readOffers().then(() => { if (state.snapshot) drawAll(); });
+    if (view() === "clients" && config.clients) readClients();
+    if (state.snapshot) drawAll();
+  },
+  downtimes(downtimes) { state.downtimes = downtimes; },
+  history(samples) { addSamples(samples); if (state.snapshot) { selectSamples(); drawCharts(); } },
+  message: update,
+};
+function handle(event) {
+  let name = "message", data = "";
+  for (const line of event.split("\n")) {
+    if (line.startsWith("event: ")) name = line.slice(7);
+    if (line.startsWith("data: ")) data += line.slice(6);
+  }
+  if (!data || !handlers[name]) return;
+  heard();
+  handlers[name](JSON.parse(data));
 }
+// Reads the events by fetch: an EventSource cannot send a token.
+async function connect() {
+  clearTimeout(retry);
+  if (stream) stream.abort();
+  const controller = stream = new AbortController();
+  try {
+    const response = await fetch(`/v1/events?hours=${state.range.hours}`, { headers: authorization(), signal: controller.signal, cache: "no-store" });
+    if (response.status === 401 || response.status === 403) {
+      const { detail } = await response.json().catch(() => ({}));
+      showConnection("bad", "no access");
+      askForToken(response.status === 403 && detail ? detail : token() ? "The token is wrong." : "A token is required.");
+      return;
+    }
+    if (!response.ok) throw new Error(`${response.status}`);
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let text = ""; ;) {
+      const { done, value } = await reader.read();
+      if (done) break;
+      const events = (text + value).split("\n\n");
+      text = events.pop();
+      events.forEach(handle);
+    }
+  } catch (error) { if (!(error instanceof TypeError) && error.name !== "AbortError" && !/^\d+$/.test(error.message)) console.error(error); }
+  if (stream === controller) disconnected();
+}
+setInterval(() => { if (state.connected && performance.now() - state.seen > 6000) disconnected(); }, 1000);
 function heard() {
   state.seen = performance.now();
   state.connected = true;
   $("offline").hidden = true;
 }
 function disconnected() {
-  if (source) source.close();
-  source = null;
+  if (stream) stream.abort();
+  stream = null;
   state.connected = false;
   state.live = [];
   showConnection("bad", "disconnected");
@@ -926,20 +1000,24 @@ function update(snapshot) {
   if (snapshot.live) state.live = [...state.live, snapshot.live].slice(-60);
   showConnection(snapshot.draining ? "warn" : "ok", snapshot.draining ? "draining" : "live");
   set($("gateway"), { text: `${location.host} · version ${snapshot.version} · up ${span(snapshot.time - snapshot.started)}` });
-  set($("footer"), { text: `State of ${clockTime(snapshot.time, true)}. The gateway keeps the last hour in samples of 10 seconds; keys are of the last 30 to 60 minutes.` });
+  set($("footer"), { text: `State of ${clockTime(snapshot.time, true)}. The gateway keeps the last 24 hours; keys are of the last 30 to 60 minutes.` });
   drawAll(isFirst || restarted);
 }
 function drawAll(withCharts) {
-  dropOld();
-  drawTiles(); drawStatus(); drawRoutes(); drawRules(); drawKeys(); drawUpstreams(); drawParts();
+  selectSamples();
+  drawUpstreams(); drawParts();
+  if (view() === "configuration") drawConfiguration();
+  if (view() === "clients") drawClients();
+  if (view() !== "overview") return;
+  drawTiles(); drawStatus(); drawRoutes(); drawRules(); drawKeys();
   if (withCharts) drawCharts();
 }
 // A page that nobody sees holds no stream.
 let leave = null;
 document.addEventListener("visibilitychange", () => {
   clearTimeout(leave);
-  if (document.hidden) leave = setTimeout(() => { if (source) source.close(); source = null; clearTimeout(retry); state.connected = false; }, 60e3);
-  else if (!source) connect();
+  if (document.hidden) leave = setTimeout(() => { if (stream) stream.abort(); stream = null; clearTimeout(retry); state.connected = false; }, 60e3);
+  else if (!stream) connect();
 });
 
 // --- Theme and size ---------------------------------------------------------------------------------------------------
@@ -959,13 +1037,18 @@ for (const button of document.querySelectorAll("[data-by]")) button.addEventList
   if (state.snapshot) drawKeys();
 });
 $("keys-rule").addEventListener("change", event => { state.keysRule = event.target.value; drawKeys(); });
+for (const range of RANGES) $("ranges").append(el("button", { type: "button", text: range.name, "aria-pressed": String(range === state.range), on: { click: event => {
+  const reconnects = range.hours !== state.range.hours;
+  state.range = range;
+  for (const other of $("ranges").children) set(other, { "aria-pressed": String(other === event.target) });
+  if (reconnects) { state.all = []; connect(); }
+  if (state.snapshot) drawAll(true);
+} } }));
 let drawnWidth = 0;
 new ResizeObserver(() => {
   const width = $("traffic").clientWidth;
-  if (width !== drawnWidth && state.snapshot) drawCharts();
+  if (width && width !== drawnWidth && state.snapshot) drawCharts();
   drawnWidth = width;
 }).observe($("traffic"));
+showView();
 connect();
-</script>
-</body>
-</html>
