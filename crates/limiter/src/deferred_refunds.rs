@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
 use crate::rule_set::RuleSet;
 use crate::sharded_counter::ShardReceipt;
-use crate::table::{RefundResult, Slot, Table};
+use crate::table::{Counter, RefundResult, Slot, Table};
 
 /// The most charges kept; 16 MiB of memory. Further ones stay charged until their window ends.
 const MAX_PENDING: usize = 65_536;
@@ -68,6 +68,18 @@ impl DeferredRefunds {
                 pending.pop_first();
             }
         }
+    }
+
+    /// Takes the charges of a counter that is emptied, because its tokens move elsewhere: returns how many tokens are to be refunded
+    /// there.
+    pub fn take(&self, counter: Counter, now_ms: u64) -> u64 {
+        let mut pending = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_of_counter = |_: &(Slot, u128), charge: &mut PendingRefund| {
+            let ShardReceipt { layer, receipt, .. } = charge.shard_receipt;
+            layer == counter.layer && receipt.is_of(counter)
+        };
+        let taken = pending.extract_if(.., is_of_counter).filter(|(_, charge)| charge.until_ms > now_ms);
+        taken.map(|(_, charge)| charge.shard_receipt.receipt.tokens()).sum()
     }
 
     /// Refunds the charges that can be refunded by now, and drops those whose time has come. This takes about 30 ms for

@@ -4,6 +4,8 @@
 //! This module neither waits nor talks to a store. If leased tokens are missing, it reports so and charges nothing. The
 //! caller fetches tokens and decides again.
 
+use std::ops::Range;
+
 use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
 use crate::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use crate::decision::Decision;
@@ -392,20 +394,20 @@ impl ChargePlan {
         }
     }
 
-    /// Requests tokens of the windows in which rules admit a delayed request; `known` is the usage of each layer.
-    /// Returns the layers whose windows will have ended by the time that the last rule admits it.
+    /// Requests tokens of the windows in which rules admit a delayed request; `known` is the usage of each layer, and `earlier` the
+    /// charges that are made already, before those of full rules. Returns the layers whose windows will have ended by the time that
+    /// the last rule admits it.
     pub fn request_future_windows(
         &self,
         admission_times: &IdVec<PlanPosition, u64>,
         known: &[(LayerRef, Usage)],
         time: Time<'_>,
         context: &mut DecisionContext,
-        first: usize,
-        start: usize,
+        earlier: Range<usize>,
     ) -> Vec<LayerRef> {
         let until_ms = admission_times.iter().copied().max().unwrap_or(time.now_ms);
         let mut recharge = Vec::new();
-        for charge in context.result.charges.iter_mut().skip(start) {
+        for charge in context.result.charges.iter_mut().skip(earlier.end) {
             if let Some((_, usage)) = known.iter().find(|(known, _)| *known == charge.layer) {
                 charge.usage = *usage;
             }
@@ -416,7 +418,7 @@ impl ChargePlan {
                 recharge.extend((end_ms <= until_ms).then_some(charge.layer));
             }
         }
-        let earlier = context.result.charges[first..start].iter().filter(|charge| charge.usage.end_ms <= until_ms);
+        let earlier = context.result.charges[earlier].iter().filter(|charge| charge.usage.end_ms <= until_ms);
         recharge.extend(earlier.map(|charge| charge.layer));
         recharge
     }

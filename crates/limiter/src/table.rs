@@ -90,6 +90,11 @@ impl Receipt {
         self.acquired.tokens
     }
 
+    /// Whether the charge was made in this counter.
+    pub fn is_of(self, counter: Counter) -> bool {
+        self.acquired.tag == counter.key.tag
+    }
+
     /// The position among all charges: charges of one counter are adjacent, later ones after earlier ones.
     pub fn queue_position(self, is_rest: bool, request: AcquireRequest, time: Time<'_>) -> (Slot, u128) {
         (self.slot, queue_position(self.acquired, is_rest, request, time))

@@ -611,7 +611,7 @@ impl SharedDecision {
             let first_reserved = charge_plan.add_prepared_charges(&reserved, &shared.table, now_ms, &mut self.context);
             let until_ms = times.iter().copied().max().unwrap_or(now_ms);
             let again =
-                charge_plan.request_future_windows(&times, &usages, time, &mut self.context, first, first_reserved);
+                charge_plan.request_future_windows(&times, &usages, time, &mut self.context, first..first_reserved);
             let mid = first_reserved + local_count;
             let sent = match charge_plan.acquire_prepared(&shared.table, now_ms, &mut self.context, first_reserved, mid)
             {

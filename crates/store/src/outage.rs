@@ -10,7 +10,7 @@ use tokio::task::{JoinHandle, spawn_local};
 use super::circuit_breaker::FAILURES_MAX;
 use super::client::StoreError;
 use super::connection::log_excerpt;
-use super::lease_sizing::{CounterId, LeaseRecord, UnansweredTokens, counter_id};
+use super::lease_sizing::{ChargeId, CounterId, LeaseRecord, UnansweredTokens, counter_id};
 use super::outage_log::WorkerOutage;
 use super::reconnecting::ServerId;
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget, TOKENS_MAX};
@@ -419,6 +419,52 @@ impl SharedCounters {
         reachable
     }
 
+    /// Moves the tokens of a local counter to the known usage. Returns them, and the charge by which they are reported, if the counter
+    /// has no shards; `None`: there are none.
+    fn empty_local_counter(
+        self: &Rc<Self>,
+        charge: &UnreportedCharge,
+        window: StoreWindow,
+    ) -> Option<(u64, Option<ChargeId>)> {
+        let UnreportedCharge { rule_set, layer, keyed_request, .. } = charge;
+        let (counter, now_ms) = (charge.counter(), self.clock.now().unix_ms);
+        let local = self.used_locally(rule_set, *layer, *keyed_request);
+        // The local counter is emptied before the report, because usage must not be reported twice: whether a report
+        // arrived is not always known, and other workers report the same counter. Those workers may still count locally
+        // for a while; the tokens are therefore first added to the usage known to be used elsewhere. They are added,
+        // not set, because several workers may report one counter at once.
+        let add_known = |tokens: u64| self.add_known_usage(counter, window, local.end_ms, tokens, now_ms);
+        let mut order = self.usage_order.lock(counter_id(counter));
+        let mut reported = self.reported.lock(counter_id(counter));
+        let clock = || self.clock.now().unix_ms;
+        let now = DecisionTime::read(&clock);
+        let tokens = rule_set.reset_local(*layer, *keyed_request, &self.table, now, add_known);
+        if tokens == 0 {
+            return None;
+        }
+        reported.send(tokens, now_ms);
+        // Refunds that wait for later charges here are refunds of reported tokens now. Reservations are not refunded in the store: those
+        // behind them would move.
+        let deferred = self.deferred_refunds.take(counter, now_ms);
+        let rule = &rule_set.rules[layer.rule].rule;
+        let may_refund = !rule.delays() && !rule.reserves();
+        let (refunds, _) = reported.take(if may_refund { deferred } else { 0 }, now_ms);
+        drop(reported);
+        // The tokens are part of the known usage, and not of replies to calls that were sent before.
+        let unanswered = (rule_set.layer(*layer).shards == 1).then(|| self.new_charge());
+        match unanswered {
+            Some(charge_id) => {
+                let tokens = UnansweredTokens { reports: tokens, charges: 0 };
+                self.add_unanswered(&mut order, charge_id, counter, tokens);
+            }
+            None => order.note_change(),
+        }
+        drop(order);
+        self.forget_refunded_tokens(counter, refunds.iter().map(|refund| refund.tokens).sum());
+        self.refund_later(refunds.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))).collect());
+        Some((tokens, unanswered))
+    }
+
     /// Reports one counter to a server and to its other shards; returns `false` if the server is unreachable.
     async fn report_counter(self: &Rc<Self>, id: CounterId, server: ServerId) -> bool {
         let Some(charge) = self.unreported.get(id) else { return true };
@@ -435,43 +481,11 @@ impl SharedCounters {
         self.note_reconnect(began);
         // No await until the counter is emptied: a charge made meanwhile is reported separately.
         self.unreported.remove(id);
-        let local = self.used_locally(rule_set, layer, keyed_request);
-        let now_ms = self.clock.now().unix_ms;
-        if local.used == 0 {
-            return true;
-        }
+        let (counter, now_ms) = (charge.counter(), self.clock.now().unix_ms);
         // The report includes known usage, in case the server has forgotten it and this call recreates the counter.
-        let known = self.counter_request(rule_set, layer, keyed_request, store_key, now_ms);
-        let CounterRequest { used_min, window, .. } = known;
-        let counter = charge.counter();
-        // The local counter is emptied before the report, because usage must not be reported twice: whether a report
-        // arrived is not always known, and other workers report the same counter. Those workers may still count locally
-        // for a while; the tokens are therefore first added to the usage known to be used elsewhere. They are added,
-        // not set, because several workers may report one counter at once.
-        let add_known = |tokens: u64| self.add_known_usage(counter, window, local.end_ms, tokens, now_ms);
-        let mut order = self.usage_order.lock(id);
-        let reported = self.reported.lock(id);
-        let tokens = rule_set.reset_local(
-            layer,
-            keyed_request,
-            &self.table,
-            DecisionTime::read(&|| self.clock.now().unix_ms),
-            add_known,
-        );
-        if tokens == 0 {
-            return true;
-        }
-        reported.send(tokens, now_ms);
-        // The tokens are part of the known usage, and not of replies to calls that were sent before.
-        let unanswered = (shards == 1).then(|| self.new_charge());
-        match unanswered {
-            Some(charge_id) => {
-                let tokens = UnansweredTokens { reports: tokens, charges: 0 };
-                self.add_unanswered(&mut order, charge_id, counter, tokens);
-            }
-            None => order.note_change(),
-        }
-        drop(order);
+        let CounterRequest { used_min, window, .. } =
+            self.counter_request(rule_set, layer, keyed_request, store_key, now_ms);
+        let Some((tokens, unanswered)) = self.empty_local_counter(&charge, window) else { return true };
         let mut all_delivered = true;
         let parts = reachable.len() as u32;
         for (base, shard) in reachable.into_iter().zip(0..) {
@@ -531,7 +545,7 @@ mod tests {
     use tokio::time::Instant;
 
     use super::super::shared_decision::SharedOutcome;
-    use super::super::test_worker::{Call, KEY, TestWorker, leased, run};
+    use super::super::test_worker::{ACCOUNT_KEY, Call, KEY, START_MS, TestWorker, leased, run};
     use super::*;
     use transom_limiter::decision::Decision;
     use transom_limiter::rule::{Rule, Sharing};
@@ -722,6 +736,23 @@ mod tests {
             worker.shared.report_to_reachable().await;
             worker.settled_calls().await;
             assert_eq!(worker.store.used(KEY), used);
+        });
+    }
+
+    /// A refund waits for the charge behind it when both are reported.
+    #[test]
+    fn a_deferred_refund_is_sent_after_a_report() {
+        run(async {
+            let mut rule = exact("1/hour");
+            rule.layers[0].capacity = Some(4);
+            let worker = TestWorker::new(&[rule]).await;
+            assert_eq!(worker.decide("b", 1).await, Some(true));
+            let mut outcomes = [counted_locally(&worker).await, counted_locally(&worker).await];
+            worker.shared.undo(&worker.rule_set, &mut outcomes[0].context, 0, Vec::new());
+            worker.shared.report_to_reachable().await;
+            worker.settled_calls().await;
+            assert_eq!(worker.store.used(ACCOUNT_KEY), 1);
+            assert_eq!(worker.shared.deferred_refunds.take(worker.counter("a", 0), START_MS), 0);
         });
     }
 

@@ -120,7 +120,7 @@ impl LockedReports<'_> {
     }
 
     /// Notes a report of the tokens by which the counter was reduced.
-    pub fn send(mut self, tokens: u64, now_ms: u64) {
+    pub fn send(&mut self, tokens: u64, now_ms: u64) {
         let counters = &mut self.part.counters;
         if counters.len() >= REPORTED_MAX {
             let is_open = |(refund, end_ms): &(SharedRefund, u64)| refund.tokens > 0 && *end_ms > now_ms;

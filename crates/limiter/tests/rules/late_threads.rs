@@ -131,7 +131,7 @@ fn a_request_that_waits_for_the_store_is_charged_when_it_passes() {
         .collect();
     charge_plan.add_prepared_charges(&layers, table, 950, context);
     let time = charge_plan.time(950);
-    let recharge = charge_plan.request_future_windows(&vec![1000, 1200].into(), &known, time, context, 0, 0);
+    let recharge = charge_plan.request_future_windows(&vec![1000, 1200].into(), &known, time, context, 0..0);
     assert_eq!(recharge, [layers[0]]);
     let charges = |context: &DecisionContext| -> Vec<_> {
         let charges = context.result.charges.iter();
@@ -145,7 +145,7 @@ fn a_request_that_waits_for_the_store_is_charged_when_it_passes() {
         context.clear();
         charge_plan.add_prepared_charges(&layers, table, 950, context);
         context.result.charges[0].usage.end_ms = end_ms;
-        let recharge = charge_plan.request_future_windows(&vec![950, 950].into(), &[], time, context, 0, 1);
+        let recharge = charge_plan.request_future_windows(&vec![950, 950].into(), &[], time, context, 0..1);
         assert_eq!(recharge, if recharged { vec![layers[0]] } else { vec![] });
         assert_eq!(charges(context)[1].2, 0);
     }
