@@ -46,8 +46,20 @@ impl Drop for ScriptServer {
 /// Runs a client; fails if one of its checks fails.
 #[track_caller]
 pub fn run_checks(name: &str, arguments: &[impl AsRef<str>]) {
-    let script = python(name, arguments);
+    run_to_end(&python(name, arguments), Path::new("."));
+}
+
+/// Runs a client with the libraries of another environment, in a folder that it may write to.
+#[track_caller]
+pub fn run_checks_of(part: &str, folder: &Path, name: &str, arguments: &[impl AsRef<str>]) {
+    run_to_end(&python_of(part, name, arguments), folder);
+}
+
+#[track_caller]
+fn run_to_end(script: &Command, folder: &Path) {
+    let name = script.get_args().next().unwrap_or_default().display();
     let output = Command::new(program("timeout"))
+        .current_dir(folder)
         .arg(ALL_CHECKS_S)
         .arg(script.get_program())
         .args(script.get_args())
@@ -61,8 +73,13 @@ pub fn run_checks(name: &str, arguments: &[impl AsRef<str>]) {
 
 /// A program of tests/external.
 pub fn python(name: &str, arguments: &[impl AsRef<str>]) -> Command {
+    python_of("clients", name, arguments)
+}
+
+/// A program of tests/external with the libraries of `tests/external/PART.txt`.
+fn python_of(part: &str, name: &str, arguments: &[impl AsRef<str>]) -> Command {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
-    let python: PathBuf = root.join(".parts/clients/bin/python");
+    let python: PathBuf = root.join(".parts").join(part).join("bin/python");
     assert!(python.is_file(), "the Python clients are missing; `make parts` installs them");
     let mut command = Command::new(python);
     command.arg(root.join("external").join(name)).args(arguments.iter().map(AsRef::as_ref));
