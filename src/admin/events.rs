@@ -352,6 +352,7 @@ fn configuration(state: &AdminState, decision_api: &DecisionApi) -> Value {
         "upstream_count": config.upstreams.len(),
         "top_keys": config.admin.top_keys > 0,
         "clients": config.clients.is_some(),
+        "access": config.access.is_some(),
         "text": config.text,
         "version": text_version(&config.text),
         "loaded": decision_api.loaded_ms,

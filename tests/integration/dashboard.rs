@@ -650,6 +650,7 @@ const OFFERED: &str = r#"(() => {
     sent.push([path, JSON.parse(options.body), Boolean(options.headers["idempotency-key"])]);
     return new Response(JSON.stringify(sent.length > 1 ? {} : { detail: "not now" }), { status: sent.length > 1 ? 201 : 503, headers: { "content-type": "application/json" } });
   };
+  state.config.access = true;
   state.offers = { "/v1/deny": { post: {} }, "/v1/clients/{name}/grants": { post: {} } };
   return true;
 })()"#;
@@ -701,6 +702,26 @@ fn clients_are_blocked_and_granted_more() {
     let key = json!({ "part": "header:x-api-key", "value": "a-device" });
     assert_eq!(entry(3).1, json!({ "key": key, "until": null }));
     assert_eq!(browser.problems_but(&["status of 404"]), Vec::<String>::new());
+}
+
+#[test]
+fn a_key_that_is_blocked_in_the_page_is_denied() {
+    let scratch = TempDir::new();
+    scratch.write("access.toml", "");
+    let toml = format!("[access]\nfile = \"access.toml\"\n{RULES}");
+    let process = Process::spawn_command(Command::new(BINARY), &toml, scratch);
+    process.client().get_with("/a", &[("X-User", "ann")]).expect(200);
+    let mut browser = Browser::start();
+    browser.open(process.admin, "light", false);
+    browser.run(json!({ "do": "fill", "of": "#lookup-parts input", "value": "ann" }));
+    browser.click("#lookup-button");
+    browser.wait("#lookup-result", "1 of 3");
+    browser.click("#block-button");
+    browser.click("#action-do");
+    browser.wait("#action-error", "Blocked until");
+    eventually("the key is denied", || process.client().get_with("/a", &[("X-User", "ann")]).status == 403);
+    process.client().get_with("/a", &[("X-User", "bob")]).expect(200);
+    assert_eq!(browser.problems_but(&[]), Vec::<String>::new());
 }
 
 #[test]

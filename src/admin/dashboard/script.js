@@ -645,6 +645,8 @@ async function readOffers() {
   try { state.offers = (await call("GET", "/v1/openapi.json")).paths || {}; } catch { state.offers = {}; }
 }
 const offers = (method, path) => mayChange() && Boolean(state.offers[path] && state.offers[path][method]);
+// Without [access] there is no list to add an entry to.
+const canBlock = () => offers("post", "/v1/deny") && state.config.access;
 
 // --- Block and grant --------------------------------------------------------------------------------------------------
 const TIMES = [["15 minutes", 15], ["1 hour", 60], ["8 hours", 480], ["1 day", 1440], ["1 week", 10080]];
@@ -743,7 +745,7 @@ function showLookup(query, value, label) {
   });
   $("reset-button").hidden = false;
   const entry = denyEntry(query.rule, [].concat(query.key || []), value.client || (state.lookupClient === label ? label : null));
-  $("block-button").hidden = !(entry && offers("post", "/v1/deny"));
+  $("block-button").hidden = !(entry && canBlock());
   state.lookup = { query, label, entry };
 }
 // `listed`: a key of the lists whose values are not known here, because they are secret.
@@ -858,7 +860,7 @@ function drawClients() {
     drawUsage(usage, client);
     const hasWindows = client.usage && client.usage.rules.some(rule => rule.windows && rule.windows.length);
     controls.children[0].hidden = !(hasWindows && offers("post", "/v1/clients/{name}/grants"));
-    controls.children[1].hidden = !offers("post", "/v1/deny");
+    controls.children[1].hidden = !canBlock();
     controls.hidden = [...controls.children].every(child => child.hidden);
   });
   const none = state.config && !state.config.clients ? "No client is configured: there is no [clients]." : state.clients === null ? "Waiting for the clients." : all.length ? "Nothing matches the search." : "No client is configured.";
