@@ -13,6 +13,7 @@ use transom_limiter::secret_digest::Digest;
 use crate::support::client::Client;
 use crate::support::process::{BINARY, Process, ProcessGroup, run, signal};
 use crate::support::ratelimit_parser::items;
+use crate::support::redis::free_port;
 use crate::support::upgrade_chain::UpgradeChain;
 use crate::support::upstream::Upstream;
 use crate::support::{TempDir, eventually, guide_blocks, one_rule};
@@ -114,6 +115,83 @@ fn the_guide_to_blocks_denies_for_a_while() {
     eventually("the network is denied", || process.client().get_with("/v1/x", &from).status == 403);
     run(delete);
     eventually("the network is let in", || process.client().get_with("/v1/x", &from).status == 200);
+}
+
+/// The indented code of a guide: the lines of each block.
+fn indented_blocks(page: &str) -> Vec<Vec<String>> {
+    let text = fs::read_to_string(format!("{ROOT}/docs/guides/{page}.md")).unwrap();
+    let text: String = text.split("```").step_by(2).collect();
+    let lines: Vec<Option<String>> =
+        text.lines().map(|line| line.strip_prefix("       ").map(|line| line.trim_start().to_owned())).collect();
+    lines
+        .split(Option::is_none)
+        .map(|block| block.iter().flatten().cloned().collect())
+        .filter(|block: &Vec<_>| !block.is_empty())
+        .collect()
+}
+
+#[test]
+fn the_guide_to_selling_an_api_is_a_story_that_works() {
+    let [http, admin] = [(); 2].map(|()| free_port());
+    let local = |text: &str| {
+        text.replace("127.0.0.1:8080", &format!("127.0.0.1:{http}"))
+            .replace("127.0.0.1:9900", &format!("127.0.0.1:{admin}"))
+    };
+    let toml = local(&guide_blocks("sell-an-api", "toml").remove(0));
+    let scratch = TempDir::new();
+    scratch.write("gateway.toml", &toml);
+    // Later blocks use the variables of earlier ones.
+    let mut variables = String::new();
+    let mut blocks = indented_blocks("sell-an-api").into_iter().map(|lines| {
+        let commands: Vec<String> =
+            lines.iter().map(|line| local(line)).filter(|line| !line.starts_with("transom run")).collect();
+        let script = format!("{variables}{}", commands.join("\n"));
+        let is_variable = |line: &&String| {
+            line.split_once('=').is_some_and(|(name, _)| name.bytes().all(|byte| byte.is_ascii_lowercase()))
+        };
+        commands.iter().filter(is_variable).for_each(|line| variables += &format!("{line}\n"));
+        script
+    });
+    let mut next = |folder: &Path| output(&format!("export no_proxy='*'\n{}", blocks.next().unwrap()), folder);
+    let checked = next(scratch.path());
+    assert!(checked.contains("gateway.toml: fine: "), "{checked}");
+    let mut command = Command::new(BINARY);
+    command.current_dir(scratch.path());
+    let process = Process::spawn_command(command, &toml, scratch);
+    let folder = process.scratch.path();
+
+    next(folder);
+    let key = |file: &str| output(&format!("jq -r .key {file}.json"), folder).trim().to_owned();
+    let get = |key: &str| process.client().get_with("/reports", &[("X-API-Key", key)]);
+    let first = next(folder).to_ascii_lowercase();
+    assert!(first.starts_with("http/1.1 200") && first.contains("\"per-client-minute\";r=9;"), "{first}");
+    (0..9).for_each(|_| _ = get(&key("acme")).expect(200));
+    get(&key("acme")).expect(429);
+    // The same limits for the others, who have used nothing.
+    get(&key("initech")).expect(200);
+
+    next(folder);
+    let changed = get(&key("acme")).expect(200);
+    let item = items(&changed, "ratelimit").into_iter().find(|item| item.name == "per-client-minute").unwrap();
+    assert_eq!(item.get("r"), 589, "600 a minute, of which 10 were used before");
+
+    get(&key("globex")).expect(200);
+    next(folder);
+    get(&key("globex")).expect(401);
+    get(&key("globex-new")).expect(200);
+
+    let denied = next(folder);
+    assert!(denied.contains("203.0.113.0/24") && denied.contains("scraper"), "{denied}");
+
+    let log = || fs::read_to_string(folder.join("access.log")).unwrap();
+    eventually("the refusal is in the access log", || log().contains("refused_by"));
+    let support = next(folder);
+    for expected in ["\t/reports\tper-client-minute\n", "plan:     pro", "decision: admitted"] {
+        assert!(support.contains(expected), "{expected:?}: {support}");
+    }
+    let audit = next(folder);
+    assert_eq!(audit.lines().count(), 9, "{audit}");
+    assert!(audit.lines().all(|line| line.contains("\"portal\"")), "{audit}");
 }
 
 #[test]
