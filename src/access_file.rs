@@ -79,16 +79,14 @@ pub struct Added {
     pub is_new_file: bool,
 }
 
+/// Checks an entry as the gateway does.
+pub fn check(new: &NewEntry, config: &Config) -> Result<DenyEntry, EditError> {
+    new.check(config).map(|(entry, _table)| entry)
+}
+
 /// Adds an entry, or replaces the end and the reason of the one that denies the same.
 pub fn add(file: &Path, new: &NewEntry, config: &Config) -> Result<Added, EditError> {
-    let table = new.to_table(config)?;
-    let mut alone = DocumentMut::new();
-    alone.insert("deny", Item::ArrayOfTables(ArrayOfTables::from_iter([table.clone()])));
-    let invalid = |problems: Vec<Problem>| {
-        EditError::Invalid(problems.into_iter().map(|problem| (problem.message, problem.fix)).collect())
-    };
-    let entry = read_entries(&alone.to_string(), config).map_err(invalid)?.into_iter().next();
-    let entry = entry.ok_or_else(|| EditError::Invalid(Vec::new()))?;
+    let (entry, table) = new.check(config)?;
     let mut edit = Edit::begin(file, config)?;
     let same = edit.position_of(entry.id);
     match same {
@@ -118,6 +116,32 @@ pub fn remove(file: &Path, ids: &[EntryId], config: &Config) -> Result<Vec<DenyE
 }
 
 impl NewEntry {
+    /// The entry, and its table in the file.
+    fn check(&self, config: &Config) -> Result<(DenyEntry, Table), EditError> {
+        let table = self.to_table(config)?;
+        let mut alone = DocumentMut::new();
+        alone.insert("deny", Item::ArrayOfTables(ArrayOfTables::from_iter([table.clone()])));
+        let invalid = |problems: Vec<Problem>| {
+            EditError::Invalid(problems.into_iter().map(|problem| (problem.message, problem.fix)).collect())
+        };
+        let entry = read_entries(&alone.to_string(), config).map_err(invalid)?.into_iter().next();
+        let entry = entry.ok_or_else(|| EditError::Invalid(Vec::new()))?;
+        Ok((entry, table))
+    }
+
+    /// As in `POST /v1/deny`.
+    pub fn to_json(&self) -> serde_json::Value {
+        let mut shown = serde_json::json!({
+            "routes": self.routes, "until": self.until_ms.map(rfc3339), "reason": self.reason,
+        });
+        match &self.target {
+            WrittenTarget::Network(network) => shown["network"] = network.as_str().into(),
+            WrittenTarget::Client(client) => shown["client"] = client.as_str().into(),
+            WrittenTarget::Key { part, value } => shown["key"] = serde_json::json!({ "part": part, "value": value }),
+        }
+        shown
+    }
+
     /// As in the file. Of a secret value, the file has the digest.
     fn to_table(&self, config: &Config) -> Result<Table, EditError> {
         let mut table = Table::new();

@@ -318,7 +318,7 @@ impl DecisionService {
     }
 
     /// The entry that denies the caller of a query, as far as its keys tell.
-    fn denied_query(&self, queries: &[RuleQuery], now_ms: u64) -> Option<&DenyEntry> {
+    fn denied_query(&self, queries: &[RuleQuery], now_ms: u64) -> Option<DenyEntry> {
         self.access.as_ref()?;
         let rules = queries.iter().filter_map(|query| {
             let rule = self.rule(&query.rule).ok()?;
@@ -329,10 +329,10 @@ impl DecisionService {
 
     /// The entry that denies a caller, as far as keys of rules tell: the address, the client or the value of a part. There is
     /// no route, so entries for some routes do not apply.
-    pub fn denied<K: AsRef<str>>(&self, rules: &[RuleKeyValues<'_, K>], now_ms: u64) -> Option<&DenyEntry> {
+    pub fn denied<K: AsRef<str>>(&self, rules: &[RuleKeyValues<'_, K>], now_ms: u64) -> Option<DenyEntry> {
         let deny = self.access.as_ref()?.deny_list();
         let scope = Scope { route: None, now_ms };
-        rules.iter().find_map(|values| {
+        let found = rules.iter().find_map(|values| {
             let parts = self.rule_set.rules[values.rule].rule.key.iter().zip(values.key);
             let of_part = |(part, value): (&KeyPart, &K)| {
                 let value = value.as_ref();
@@ -344,7 +344,8 @@ impl DecisionService {
             };
             let client = || self.clients.as_ref()?.client_of(&self.caller(values));
             parts.into_iter().find_map(of_part).or_else(|| deny.of_client(client()?, scope))
-        })
+        });
+        found.cloned()
     }
 
     /// Runs a query on the rules that count its keys.

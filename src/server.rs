@@ -37,6 +37,7 @@ use crate::spans::SpanSender;
 use crate::upstream::health_check;
 use crate::upstream::server_health::{self, UpstreamHealth};
 use error::{ReloadError, StartError};
+use shared_deny::SharedDeny;
 use transom_config::jwt::KeySetSource;
 use transom_config::listen::Admin;
 use transom_config::span_export::Tracing;
@@ -53,10 +54,12 @@ use transom_runtime::metrics::events::{
 use transom_runtime::metrics::redis::StoreMetrics;
 use transom_runtime::metrics::storage::REQUEST_BOUNDS_MAX;
 use transom_store::counter_access::CounterAccess;
+use transom_store::map_follower::SharedMap;
 use transom_store::shared_counters::{SharedByWorkers, SharedCounters};
 use worker::{DrainTimes, WorkerCommand};
 
 pub mod error;
+mod shared_deny;
 mod worker;
 
 /// How long a stopping gateway keeps idle connections open for requests that are on their way. It accepts no new
@@ -131,6 +134,10 @@ pub struct Gateway {
     outputs: RecordOutputs,
     log_writers: Vec<WriterThread>,
     span_exporters: Vec<WriterThread>,
+    /// Follows the deny entries of the store, if configured.
+    shared_deny: Option<SharedDeny>,
+    /// For the admin API.
+    shared_deny_map: watch::Sender<Option<SharedMap>>,
     /// Sends notifications, if configured.
     notifier: Option<Notifier>,
     notifier_threads: Vec<WriterThread>,
@@ -248,6 +255,8 @@ impl Gateway {
             outputs: RecordOutputs::default(),
             log_writers: Vec::new(),
             span_exporters: Vec::new(),
+            shared_deny: None,
+            shared_deny_map: watch::Sender::default(),
             notifier: None,
             notifier_threads: Vec::new(),
             sent_marks: Arc::default(),
@@ -264,7 +273,9 @@ impl Gateway {
         gateway.start_health_checks(&upstream_health)?;
         let published_keys = gateway.fetch_key_set(&config, former.key_set)?;
         let rule_set = RuleSet::new(config.limiter_rules(), counters.seed, None);
+        gateway.follow_shared_deny(&config)?;
         let served = ServedConfig::new(config, counters.seed, rule_set, upstream_health, published_keys);
+        gateway.shared_deny.iter().for_each(|shared| shared.serve(&served));
         gateway.rule_set = Some(Arc::clone(&served.rule_set));
         gateway.outputs.marks = gateway.watch_marks(&served)?;
         gateway.serve_decisions(&served);
@@ -424,6 +435,7 @@ impl Gateway {
             marks: None,
         };
         let published_keys = self.fetch_key_set(&config, None).map_err(ReloadError::KeySet)?;
+        self.follow_shared_deny(&config).map_err(ReloadError::SharedDeny)?;
         if let Some(keys) = &published_keys {
             // A gateway that serves stays ready.
             keys.set_tried();
@@ -445,6 +457,7 @@ impl Gateway {
             tracing::error!(%error, "upstream servers are not checked");
         }
         let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, published_keys);
+        self.shared_deny.iter().for_each(|shared| shared.serve(&served));
         self.rule_set = Some(Arc::clone(&served.rule_set));
         match self.watch_marks(&served) {
             Ok(marks) => self.outputs.marks = marks,
@@ -533,6 +546,7 @@ impl Gateway {
             drop(stop);
             join(thread);
         }
+        self.shared_deny.take().map(SharedDeny::stop).into_iter().for_each(join);
         self.accept_state.send_replace(AcceptState::Stopped);
         self.admin_thread.into_iter().for_each(join);
         // Nothing is counted from here on.
@@ -642,6 +656,18 @@ impl Gateway {
         Ok(Some(keys))
     }
 
+    /// Follows the deny entries that a configuration shares, unless the running thread does.
+    fn follow_shared_deny(&mut self, config: &Config) -> Result<(), StartError> {
+        if self.shared_deny.as_ref().is_some_and(|shared| shared.is_of(config)) {
+            return Ok(());
+        }
+        let started = SharedDeny::start(config, &self.registry, &self.clock)?;
+        self.shared_deny_map.send_replace(started.as_ref().map(|shared| shared.map.clone()));
+        // The former one writes its last copy.
+        std::mem::replace(&mut self.shared_deny, started).map(SharedDeny::stop).into_iter().for_each(join);
+        Ok(())
+    }
+
     /// Lets the decision API use a configuration.
     fn serve_decisions(&self, served: &Arc<ServedConfig>) {
         let metrics = DecisionMetrics::new(&self.registry, self.workers, "api", &served.decision_service.limit_names());
@@ -691,6 +717,7 @@ impl Gateway {
         let (ready, accept_state) = (self.ready.subscribe(), self.accept_state.subscribe());
         let (decision_api, upstream_health) = (self.decision_api.subscribe(), self.upstream_health.subscribe());
         let (settings, history) = (self.admin_settings.subscribe(), Arc::clone(&self.history));
+        let shared_deny = self.shared_deny_map.subscribe();
         // Only the decision API asks the store.
         let store = self.config.counters.shared.clone().filter(|_| self.admin.is_some());
         let owner = self.workers;
@@ -712,6 +739,7 @@ impl Gateway {
                 accept_state,
                 settings,
                 decision_api,
+                shared_deny,
                 upstream_health,
                 workers,
                 top_keys: RefCell::default(),

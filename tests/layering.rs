@@ -36,6 +36,7 @@ const MODULES: [(&str, &[&str]); 23] = [
             "notify",
             "persistence",
             "proxy",
+            "shared_data",
             "spans",
             "upstream",
         ],
@@ -209,7 +210,7 @@ const STATUS_CODES: [(&str, &str); 4] = [
     ("crates/limiter/src/tower.rs", "the middleware refuses with 429"),
 ];
 /// Files that may use atomics, with the reason.
-const ATOMICS: [(&str, &str); 12] = [
+const ATOMICS: [(&str, &str); 13] = [
     ("crates/runtime/src/clock.rs", "workers share the offset of the clock"),
     ("crates/runtime/src/metrics/storage.rs", "counted by one worker, read by a scrape"),
     (
@@ -222,6 +223,7 @@ const ATOMICS: [(&str, &str); 12] = [
     ("src/upstream/server_health.rs", "workers share the health of servers"),
     ("src/access_log/mod.rs", "whether the file was moved"),
     ("crates/jwt/src/published_keys.rs", "workers notice changed keys without a lock"),
+    ("crates/rules/src/access.rs", "workers notice changed deny entries without a lock"),
     ("crates/limiter/src/atomics.rs", "the only access of the counter table to atomics"),
     ("crates/limiter/src/atomics_loom.rs", "the same for the loom models"),
     ("crates/limiter/src/tower.rs", "its tests count requests"),

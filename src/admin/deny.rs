@@ -1,5 +1,5 @@
 //! `GET` and `POST /v1/deny`, and `DELETE /v1/deny/{id}`: the deny entries. A change edits the access file, and is in effect once the
-//! gateway has read it again.
+//! gateway has read it again; or the shared map of the store, and is in effect here when it is made.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,21 +12,35 @@ use super::endpoints::{Call, json_response, with_body};
 use super::json_objects::{DENIED_KEY, NEW_DENY_ENTRY};
 use crate::access_file::{self, EditError, NewEntry, WrittenTarget};
 use crate::proxy::served_config::ServedConfig;
-use transom_config::access::{Access, EntryId};
+use transom_config::DenyId;
+use transom_config::access::{Access, DenyEntry, EntryId, SharedEntry};
 use transom_http::error::ApiError;
+use transom_limiter::handles::IdVec;
 use transom_limiter::window::duration_ms;
 use transom_rules::responses::LocalResponse;
+use transom_store::map_follower::SharedMap;
+use transom_store::shared_map::{Changed, Precondition};
 
 /// How often, and how long in all, a change waits for another one.
 const BUSY_DELAY: Duration = Duration::from_millis(20);
 const BUSY_RETRIES: u32 = 100;
 
+/// Ended entries that a new one clears from the store.
+const CLEARED_MAX: usize = 16;
+/// How long the store keeps entries that have ended, so that people can see them.
+const CLEARED_AFTER_MS: u64 = 24 * 60 * 60 * 1000;
+
 /// `GET /v1/deny`.
 pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
     let (decision_api, now_ms) = (call.decision_api()?, call.state.clock.wall_ms());
     let config = &decision_api.served.config;
-    let entries = config.access.iter().flat_map(|access| access.deny.iter());
+    let entries = current_entries(&decision_api.served);
+    let entries = entries.iter().flat_map(|entries| entries.iter());
     Ok(json_response(&json!({ "deny": entries.map(|entry| entry.to_json(config, now_ms)).collect::<Vec<_>>() })))
+}
+
+fn current_entries(served: &ServedConfig) -> Option<Arc<IdVec<DenyId, DenyEntry>>> {
+    served.access.as_ref().map(|access| Arc::clone(&access.deny_list().entries))
 }
 
 /// `POST /v1/deny`.
@@ -34,10 +48,17 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let served = Arc::clone(&call.decision_api()?.served);
     let new = parse(&call.body, call.state.clock.wall_ms())?;
     let change = call.begin_change()?;
-    let added = edit(&served, move |access, served| access_file::add(&access.file, &new, &served.config)).await?;
-    let shown = |entry: &transom_config::access::DenyEntry| entry.to_json(&served.config, call.state.clock.wall_ms());
-    let entry = shown(&added.entry);
-    let before = added.before.as_ref().map_or(Value::Null, shown);
+    let shared = call.state.shared_deny.borrow().clone();
+    let (entry, before) = match shared {
+        Some(map) => share(&map, &served, &new, call.state.clock.wall_ms()).await?,
+        None => {
+            let added =
+                edit(&served, move |access, served| access_file::add(&access.file, &new, &served.config)).await?;
+            (added.entry, added.before)
+        }
+    };
+    let shown = |entry: &DenyEntry| entry.to_json(&served.config, call.state.clock.wall_ms());
+    let (entry, before) = (shown(&entry), before.as_ref().map_or(Value::Null, shown));
     change.write(&json!({ "operation": "deny", "id": entry["id"] }), &before, &entry);
     Ok(with_body(json_response(&entry)))
 }
@@ -48,10 +69,66 @@ pub async fn remove(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let unknown = || ApiError::UnknownEntry(call.path_value(0).chars().take(64).collect());
     let id: EntryId = call.path_value(0).parse().map_err(|_malformed| unknown())?;
     let change = call.begin_change()?;
-    let removed = edit(&served, move |access, served| access_file::remove(&access.file, &[id], &served.config)).await?;
-    let removed = removed.first().ok_or_else(unknown)?.to_json(&served.config, call.state.clock.wall_ms());
+    let shared = call.state.shared_deny.borrow().clone();
+    let removed = match shared {
+        Some(map) => {
+            let entry = find(&served, id).ok_or_else(unknown)?;
+            let removed = map.change(&id.to_string(), None, Precondition::Exists).await;
+            match removed.map_err(ApiError::NotChanged)? {
+                Changed::Changed { .. } => entry,
+                Changed::Refused { .. } => return Err(unknown()),
+                Changed::Away => return Err(refilled()),
+            }
+        }
+        None => {
+            let removed = edit(&served, move |access, served| access_file::remove(&access.file, &[id], &served.config));
+            removed.await?.into_iter().next().ok_or_else(unknown)?
+        }
+    };
+    let removed = removed.to_json(&served.config, call.state.clock.wall_ms());
     change.write(&json!({ "operation": "end deny", "id": removed["id"] }), &removed, &Value::Null);
     Ok(with_body(json_response(&removed)))
+}
+
+fn find(served: &ServedConfig, id: EntryId) -> Option<DenyEntry> {
+    current_entries(served)?.iter().find(|entry| entry.id == id).cloned()
+}
+
+/// Adds an entry to the store, or replaces the one of the same id, which is returned beside it.
+async fn share(
+    map: &SharedMap,
+    served: &ServedConfig,
+    new: &NewEntry,
+    now_ms: u64,
+) -> Result<(DenyEntry, Option<DenyEntry>), ApiError> {
+    let entry = access_file::check(new, &served.config).map_err(|error| ApiError::Malformed(error.to_string()))?;
+    let before = find(served, entry.id);
+    let text = entry.to_json(&served.config, now_ms).to_string();
+    match map.change(&entry.id.to_string(), Some(text), Precondition::None).await.map_err(ApiError::NotChanged)? {
+        Changed::Changed { .. } => {}
+        Changed::Refused { .. } | Changed::Away => return Err(refilled()),
+    }
+    clear_ended(map, served, now_ms).await;
+    Ok((entry, before))
+}
+
+/// Removes some entries from the store that ended long ago, unless they have changed meanwhile. Failures do not matter: later entries
+/// clear them.
+async fn clear_ended(map: &SharedMap, served: &ServedConfig, now_ms: u64) {
+    let ended_ms = now_ms.saturating_sub(CLEARED_AFTER_MS);
+    let entries = current_entries(served).unwrap_or_default();
+    for entry in entries.iter().filter(|entry| entry.has_ended(ended_ms)).take(CLEARED_MAX) {
+        let id = entry.id.to_string();
+        let stored =
+            map.get(&id).filter(|stored| SharedEntry::parse(&stored.text).is_some_and(|e| e.has_ended(ended_ms)));
+        if let Some(stored) = stored {
+            let _ = map.change(&id, None, Precondition::Version(stored.version)).await;
+        }
+    }
+}
+
+fn refilled() -> ApiError {
+    ApiError::NotChanged(String::from("the store is being filled again: try again in some seconds"))
 }
 
 /// Edits the file in a thread of its own: it may be long. Waits while it is edited by others.

@@ -35,6 +35,7 @@ use transom_runtime::clock::Clock;
 use transom_runtime::metrics::Registry;
 use transom_runtime::metrics::events::{AdminMetrics, DecisionMetrics};
 use transom_store::counter_access::CounterAccess;
+use transom_store::map_follower::SharedMap;
 
 mod accepted;
 mod audit_log;
@@ -117,6 +118,8 @@ pub struct AdminState {
     pub settings: watch::Receiver<Admin>,
     /// `None` until the first configuration is applied.
     pub decision_api: watch::Receiver<Option<Arc<DecisionApi>>>,
+    /// The deny entries of the store, if they are shared.
+    pub shared_deny: watch::Receiver<Option<SharedMap>>,
     pub upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,
     pub counter_access: CounterAccess,
     pub workers: Vec<UnboundedSender<TopKeysQuery>>,

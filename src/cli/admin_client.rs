@@ -12,6 +12,7 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use tokio::net::TcpStream;
+use tokio::runtime::{Builder, LocalOptions};
 
 use super::read_config;
 use crate::file_watch::FileWatch;
@@ -62,6 +63,14 @@ pub struct RunningGateway {
     pub token: Option<String>,
 }
 
+impl RunningGateway {
+    /// As [`RunningGateway::send`], outside of a runtime.
+    pub fn send_and_wait(&self, request: Request<Full<Bytes>>) -> Result<Option<String>, String> {
+        let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default());
+        runtime.map_err(|error| error.to_string())?.block_on(self.send(request))
+    }
+}
+
 /// Accepts the URL of the dashboard, too.
 fn parse_address(text: &str) -> Result<String, String> {
     let address = text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/');
@@ -74,6 +83,11 @@ fn parse_address(text: &str) -> Result<String, String> {
 }
 
 impl AdminAddress {
+    /// Whether the command names the address.
+    pub fn is_given(&self) -> bool {
+        self.admin.is_some()
+    }
+
     /// Reads the configuration only if the command names no address.
     ///
     /// # Errors

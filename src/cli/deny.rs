@@ -1,15 +1,20 @@
-//! `transom deny`: adds, lists and removes the deny entries of the access file.
+//! `transom deny`: adds, lists and removes the deny entries of the access file, or those of the store, for which it asks the running
+//! gateway.
 
 use std::path::{Path, PathBuf};
 
+use bytes::Bytes;
 use clap::Subcommand;
+use http::{Method, Request};
+use http_body_util::Full;
 use serde_json::{Value, json};
 
-use super::{Exit, Failure, exit_of, first_line, print_table, read_config, read_current_config};
+use super::admin_client::{AdminAddress, RunningGateway, TokenFile};
+use super::{Exit, Failure, exit_of, first_line, print_table, read_current_config};
 use crate::access_file::{self, Added, EditError, NewEntry, WrittenTarget};
-use crate::file_watch::FileWatch;
 use transom_config::Config;
-use transom_config::access::{Access, DenyEntry, EntryId, rfc3339};
+use transom_config::access::{Access, AccessSource, CLIENT_PREFIX, EntryId, rfc3339};
+use transom_limiter::secret_digest::Digest;
 use transom_limiter::window::duration_ms;
 use transom_runtime::clock::Clock;
 
@@ -23,6 +28,23 @@ pub struct Arguments {
     /// Configuration file
     #[arg(short, long, global = true, value_name = "FILE", default_value = "gateway.toml")]
     config: PathBuf,
+}
+
+/// The gateway that is asked, unless the entries are in a file.
+#[derive(clap::Args)]
+struct AskedGateway {
+    #[command(flatten)]
+    address: AdminAddress,
+    #[command(flatten)]
+    token: TokenFile,
+}
+
+/// Where the entries are.
+enum Place {
+    /// In the file of this configuration.
+    File(Box<Config>),
+    /// In the store, or with `--admin` wherever this gateway has them.
+    Gateway(RunningGateway),
 }
 
 #[derive(Subcommand)]
@@ -52,6 +74,8 @@ struct Add {
     /// For operators, in logs and lists. Callers do not see it
     #[arg(long, value_name = "TEXT")]
     reason: Option<String>,
+    #[command(flatten)]
+    gateway: AskedGateway,
 }
 
 #[derive(clap::Args)]
@@ -59,6 +83,8 @@ struct List {
     /// Print the list as JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    gateway: AskedGateway,
 }
 
 #[derive(clap::Args)]
@@ -69,18 +95,46 @@ struct Remove {
     /// Remove all entries that have ended
     #[arg(long, conflicts_with = "ids")]
     ended: bool,
+    #[command(flatten)]
+    gateway: AskedGateway,
 }
 
 fn parse_duration(text: &str) -> Result<u64, String> {
     duration_ms(text).filter(|ms| *ms > 0).ok_or_else(|| String::from("write a duration such as `30m`, `1h` or `7d`"))
 }
 
-pub fn deny(arguments: &Arguments) -> Exit {
-    exit_of(match &arguments.action {
-        Action::Add(add) => self::add(&arguments.config, add),
-        Action::List(List { json }) => list(&arguments.config, *json),
-        Action::Remove(remove) => self::remove(&arguments.config, remove),
-    })
+pub fn deny(Arguments { action, config }: &Arguments) -> Exit {
+    let gateway = match action {
+        Action::Add(Add { gateway, .. })
+        | Action::List(List { gateway, .. })
+        | Action::Remove(Remove { gateway, .. }) => gateway,
+    };
+    exit_of(find_place(config, gateway).and_then(|place| match action {
+        Action::Add(add) => self::add(&place, add),
+        Action::List(List { json, .. }) => list(&place, *json),
+        Action::Remove(remove) => self::remove(&place, remove),
+    }))
+}
+
+fn find_place(path: &Path, AskedGateway { address, token }: &AskedGateway) -> Result<Place, Failure> {
+    if !address.is_given() {
+        let config = read_current_config(path)?;
+        if access_of(&config, path)?.source == AccessSource::File {
+            return Ok(Place::File(Box::new(config)));
+        }
+    }
+    address.find(path, token).map(Place::Gateway).map_err(|message| Failure(Exit::Failed, format!("{message}\n")))
+}
+
+/// Sends a request to a gateway, and returns the JSON of its response.
+fn ask(gateway: &RunningGateway, method: &Method, target: &str, body: &Value) -> Result<Value, Failure> {
+    let failed = |reason: &str| Failure(Exit::Failed, format!("transom: http://{}: {reason}\n", gateway.address));
+    let body = if body.is_null() { Bytes::new() } else { Bytes::from(body.to_string()) };
+    let request = Request::builder().method(method).uri(target).body(Full::new(body));
+    let answer = gateway.send_and_wait(request.map_err(|error| failed(&error.to_string()))?);
+    let answer = answer.map_err(|reason| failed(&reason))?;
+    let answer = answer.ok_or_else(|| failed("no gateway runs there that could change the entries of the store"))?;
+    serde_json::from_str(&answer).map_err(|error| failed(&error.to_string()))
 }
 
 fn access_of<'c>(config: &'c Config, path: &Path) -> Result<&'c Access, Failure> {
@@ -90,9 +144,7 @@ fn access_of<'c>(config: &'c Config, path: &Path) -> Result<&'c Access, Failure>
     })
 }
 
-fn add(path: &Path, Add { target, lasts_ms, routes, reason }: &Add) -> Result<(), Failure> {
-    let config = read_current_config(path)?;
-    let access = access_of(&config, path)?;
+fn add(place: &Place, Add { target, lasts_ms, routes, reason, .. }: &Add) -> Result<(), Failure> {
     let target = match WrittenTarget::parse(target) {
         WrittenTarget::Key { part, value } if value == "-" => {
             let value = first_line("value", VALUE_MAX_BYTES)?;
@@ -102,10 +154,19 @@ fn add(path: &Path, Add { target, lasts_ms, routes, reason }: &Add) -> Result<()
     };
     let until_ms = lasts_ms.map(|lasts_ms| Clock::system().wall_ms().saturating_add(lasts_ms).next_multiple_of(1000));
     let new = NewEntry { target, routes: routes.clone(), until_ms, reason: reason.clone() };
-    let Added { entry, before, is_new_file } = access_file::add(&access.file, &new, &config).map_err(failure)?;
+    let config = match place {
+        Place::File(config) => config,
+        Place::Gateway(gateway) => {
+            let entry = ask(gateway, &Method::POST, "/v1/deny", &new.to_json())?;
+            print_out!("{}", entry["id"].as_str().unwrap_or_default());
+            return Ok(());
+        }
+    };
+    let file = file_of(config);
+    let Added { entry, before, is_new_file } = access_file::add(&file, &new, config).map_err(failure)?;
     let what = if before.is_some() { "changed" } else { "denied" };
     let until = entry.until_ms.map(|until_ms| format!(" until {}", rfc3339(until_ms))).unwrap_or_default();
-    print_err!("transom: {what}: {}{until}, in {}", entry.target, access.file.display());
+    print_err!("transom: {what}: {}{until}, in {}", entry.target, file.display());
     if is_new_file {
         print_err!("transom: the new file is readable by its owner only: give the gateway's user read access");
     }
@@ -113,56 +174,84 @@ fn add(path: &Path, Add { target, lasts_ms, routes, reason }: &Add) -> Result<()
     Ok(())
 }
 
-fn list(path: &Path, is_json: bool) -> Result<(), Failure> {
-    let config = read_config(path, &mut FileWatch::default())
-        .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))?;
-    let (access, now_ms) = (access_of(&config, path)?, Clock::system().wall_ms());
+fn file_of(config: &Config) -> PathBuf {
+    config.access.as_ref().map(|access| access.file.clone()).unwrap_or_default()
+}
+
+/// The entries, as the admin API lists them.
+fn entries(place: &Place) -> Result<Vec<Value>, Failure> {
+    match place {
+        Place::File(config) => {
+            let (entries, now_ms) =
+                (config.access.iter().flat_map(|access| access.deny.iter()), Clock::system().wall_ms());
+            Ok(entries.map(|entry| entry.to_json(config, now_ms)).collect())
+        }
+        Place::Gateway(gateway) => {
+            let listed = ask(gateway, &Method::GET, "/v1/deny", &Value::Null)?;
+            Ok(listed["deny"].as_array().cloned().unwrap_or_default())
+        }
+    }
+}
+
+fn list(place: &Place, is_json: bool) -> Result<(), Failure> {
+    let entries = entries(place)?;
     if is_json {
-        let entries: Vec<Value> = access.deny.iter().map(|entry| entry.to_json(&config, now_ms)).collect();
         print_out!("{:#}", json!({ "deny": entries }));
         return Ok(());
     }
     let header = ["ID", "DENIED", "ROUTES", "UNTIL", "REASON"].map(str::to_owned);
-    let row = |entry: &DenyEntry| {
-        let routes = match entry.route_names(&config).join(" ") {
-            all if all.is_empty() => String::from("-"),
-            routes => routes,
-        };
-        let until = match entry.until_ms {
-            None => String::from("-"),
-            Some(until_ms) if entry.has_ended(now_ms) => format!("{} (ended)", rfc3339(until_ms)),
-            Some(until_ms) => rfc3339(until_ms),
-        };
-        let reason = entry.reason.clone().unwrap_or_else(|| String::from("-"));
-        [entry.id.to_string(), entry.target.to_string(), routes, until, reason]
-    };
-    print_table(&std::iter::once(header).chain(access.deny.iter().map(row)).collect::<Vec<_>>());
+    print_table(&std::iter::once(header).chain(entries.iter().map(row)).collect::<Vec<_>>());
     Ok(())
 }
 
-fn remove(path: &Path, Remove { ids, ended }: &Remove) -> Result<(), Failure> {
-    let config = read_current_config(path)?;
-    let access = access_of(&config, path)?;
-    let now_ms = Clock::system().wall_ms();
-    let ids: Vec<EntryId> = match ended {
-        true => access.deny.iter().filter(|entry| entry.has_ended(now_ms)).map(|entry| entry.id).collect(),
-        false => ids.iter().map(|text| find(access, text)).collect::<Result<_, _>>()?,
+/// The row of an entry.
+fn row(entry: &Value) -> [String; 5] {
+    let text = |value: &Value| value.as_str().unwrap_or("-").to_owned();
+    let denied = match (&entry["network"], &entry["client"], &entry["key"]) {
+        (Value::String(network), ..) => network.clone(),
+        (_, Value::String(client), _) => format!("{CLIENT_PREFIX}{client}"),
+        (.., key) => {
+            let value = text(&key["value"]);
+            let value = Digest::parse(&value).map_or(value.escape_debug().to_string(), |digest| digest.brief());
+            format!("{}={value}", text(&key["part"]))
+        }
     };
-    let removed = access_file::remove(&access.file, &ids, &config).map_err(failure)?;
-    for entry in &removed {
-        print_err!("transom: no longer denied: {}", entry.target);
+    let routes: Vec<&str> = entry["routes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let routes = if routes.is_empty() { String::from("-") } else { routes.join(" ") };
+    let ended = if entry["ended"] == true { " (ended)" } else { "" };
+    [text(&entry["id"]), denied, routes, text(&entry["until"]) + ended, text(&entry["reason"])]
+}
+
+fn remove(place: &Place, Remove { ids, ended, .. }: &Remove) -> Result<(), Failure> {
+    let listed = entries(place)?;
+    let id = |entry: &Value| entry["id"].as_str()?.parse::<EntryId>().ok();
+    let unknown = |text: &String| {
+        Failure::usage(format!("no deny entry has the id `{}`", text.escape_debug()), "see `transom deny list`")
+    };
+    let find = |text: &String| {
+        let found = text.parse().ok().filter(|found| listed.iter().any(|entry| id(entry) == Some(*found)));
+        found.ok_or_else(|| unknown(text))
+    };
+    let ids: Vec<EntryId> = match ended {
+        true => listed.iter().filter(|entry| entry["ended"] == true).filter_map(id).collect(),
+        false => ids.iter().map(find).collect::<Result<_, _>>()?,
+    };
+    match place {
+        Place::File(config) => {
+            let removed = access_file::remove(&file_of(config), &ids, config).map_err(failure)?;
+            removed.iter().for_each(|entry| print_err!("transom: no longer denied: {}", entry.target));
+        }
+        Place::Gateway(gateway) => {
+            for id in &ids {
+                let removed = ask(gateway, &Method::DELETE, &format!("/v1/deny/{id}"), &Value::Null)?;
+                print_err!("transom: no longer denied: {}", row(&removed)[1]);
+            }
+        }
     }
-    if *ended && removed.is_empty() {
+    if *ended && ids.is_empty() {
         print_err!("transom: no entry has ended");
     }
     Ok(())
-}
-
-fn find(access: &Access, text: &str) -> Result<EntryId, Failure> {
-    let id = text.parse().ok().filter(|id| access.deny.iter().any(|entry| entry.id == *id));
-    id.ok_or_else(|| {
-        Failure::usage(format!("no deny entry has the id `{}`", text.escape_debug()), "see `transom deny list`")
-    })
 }
 
 fn failure(error: EditError) -> Failure {

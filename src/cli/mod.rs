@@ -34,7 +34,9 @@ use std::fmt;
 use std::fs::File;
 use std::io::{self, BufRead, IsTerminal, Read};
 use std::os::unix::fs::OpenOptionsExt as _;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::thread;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
@@ -130,6 +132,13 @@ impl fmt::Display for InvalidConfig {
 
 /// Reads a configuration and the files it names, and watches them and the folders of included files.
 pub fn read_config(path: &Path, watch: &mut FileWatch) -> Result<Config, InvalidConfig> {
+    // In a thread of its own: the allocator gives the memory back that large files took while they were read.
+    thread::scope(|scope| {
+        scope.spawn(|| read_watched_config(path, watch)).join().unwrap_or_else(|panic| resume_unwind(panic))
+    })
+}
+
+fn read_watched_config(path: &Path, watch: &mut FileWatch) -> Result<Config, InvalidConfig> {
     let watch = RefCell::new(watch);
     let files = |path: &Path| {
         watch.borrow_mut().watch(path);

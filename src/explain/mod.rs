@@ -178,7 +178,9 @@ impl Explanation {
             let client = &plans.clients[id];
             self.client = Some((client.name.clone(), plans.plans[client.plan].clone()));
         }
-        if let Some(denial) = resolved.denial(counters.clock.now().unix_ms)? {
+        if let Some(access) = &served.access
+            && let Some(denial) = resolved.denial(access, &access.deny_list(), counters.clock.now().unix_ms)?
+        {
             self.reason = denial_text(denial);
             (self.denied_by, self.decision) = (Some(denial.id()), Decision::Denied(RequestError::Denied.status()));
             return Ok(());

@@ -34,6 +34,7 @@ use transom_http::request_validation::Schemes;
 use transom_http::websocket_handshake::UpgradeMethod;
 use transom_http::{forward_auth, headers, path_normalize, request_validation};
 use transom_limiter::decision::Decision;
+use transom_rules::access::AccessControl;
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::resolved_request::{FoundKey, NotCounted, RequestView, ResolvedRequest};
 use transom_rules::responses::{self, LocalResponse, RefusedRequest};
@@ -265,8 +266,8 @@ fn decide(
     {
         record.set_client(client);
     }
-    if served.access.is_some() {
-        check_access(&resolved, now, record)?;
+    if let Some(access) = &served.access {
+        check_access(access, &resolved, now, record)?;
     }
     resolved.check(&validated, request_context.body_bytes)?;
     let found = |position, found: &FoundKey| match resolved.why_not_counted(position, found) {
@@ -329,12 +330,22 @@ fn decide(
 }
 
 /// Fails for a request that a deny entry or the allow list of its route denies.
+#[inline(never)]
 fn check_access(
+    access: &AccessControl,
     resolved: &ResolvedRequest<'_>,
     now: Timestamp,
     record: &mut RequestRecord,
 ) -> Result<(), RequestError> {
-    let Some(denial) = resolved.denial(now.unix_ms)? else { return Ok(()) };
+    let config = Rc::clone(record.config());
+    let mut deny_list = config.deny_list.borrow_mut();
+    if !deny_list.as_ref().is_some_and(|kept| access.is_current(kept)) {
+        let current = deny_list.insert(access.current());
+        config.denials.keep(|id| current.list().has_entry(id));
+    }
+    // Every configuration with access control has a list.
+    let Some(deny) = deny_list.as_ref() else { return Ok(()) };
+    let Some(denial) = resolved.denial(access, deny.list(), now.unix_ms)? else { return Ok(()) };
     record.record_denial(denial);
     Err(RequestError::Denied)
 }

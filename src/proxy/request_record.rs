@@ -145,7 +145,7 @@ impl RequestRecord {
     }
 
     /// The configuration that the request began with.
-    pub fn config(&self) -> &WorkerConfig {
+    pub fn config(&self) -> &Rc<WorkerConfig> {
         &self.config
     }
 

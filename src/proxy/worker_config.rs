@@ -29,6 +29,7 @@ use transom_limiter::rule::OnLimit;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::verdict::Verdicts;
 use transom_rules::RouteRulesId;
+use transom_rules::access::CurrentDenyList;
 use transom_rules::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::resolved_request::ResolvedRequest;
@@ -57,6 +58,8 @@ pub struct WorkerConfig {
     /// `RateLimit-Policy`. A copy per worker, so that workers do not contend for its reference count.
     pub policy_fields: IdVec<RouteRulesId, Option<HeaderValue>>,
     pub denials: DenialMetrics,
+    /// The deny entries, as this worker knows them; `None` if everyone is let in.
+    pub deny_list: RefCell<Option<CurrentDenyList>>,
     /// With `[metrics] clients = true`.
     pub client_metrics: Option<ClientMetrics>,
     pub top_keys: TopKeys,
@@ -151,7 +154,8 @@ impl WorkerConfig {
             let named = named.map(|client| (client.name.as_str(), clients.plans[client.plan].as_str()));
             ClientMetrics::new(registry, worker_id, named)
         });
-        let is_entry = |id: &str| served.access.as_ref().is_some_and(|access| access.has_entry(id));
+        let deny_list = served.access.as_ref().map(|access| access.current());
+        let is_entry = |id: &str| deny_list.as_ref().is_some_and(|deny| deny.list().has_entry(id));
         let denials = DenialMetrics::new(registry, worker_id, previous.map(|previous| &previous.denials), is_entry);
         let mut server_pools = ServerPools::new();
         let server_count = |upstream: &Upstream| match &upstream.target {
@@ -203,6 +207,7 @@ impl WorkerConfig {
             policy_fields: served.route_rules.iter().map(|rules| rules.rate_limit_template.constant_policy()).collect(),
             client_metrics,
             denials,
+            deny_list: RefCell::new(deny_list),
             top_keys,
             marks: outputs.marks.map(|marks| MarkReader::new(&marks, DroppedMarks::new(registry, worker_id))),
             unrouted_metrics: RouteMetrics::new(registry, worker_id, "", &[]),

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 
 use crate::persistence::open::OpenError;
 use transom_limiter::rule_set::ChangedCounters;
@@ -21,6 +22,11 @@ pub enum StartError {
     Tracing(io::Error),
     Thread(io::Error),
     Counters(OpenError),
+    /// The copy of the shared deny entries cannot be used.
+    Copy {
+        file: PathBuf,
+        source: io::Error,
+    },
     /// The clock is outside the range of countable windows.
     Clock,
 }
@@ -58,6 +64,9 @@ impl fmt::Display for StartError {
             }
             StartError::Tls(_) => f.write_str("TLS cannot be set up"),
             StartError::Counters(error) => error.fmt(f),
+            StartError::Copy { file, .. } => {
+                write!(f, "cannot use the copy `{}` of the shared deny entries", file.display())
+            }
             StartError::Clock => f.write_str("the clock is before 1970 or after 2109: set it"),
             StartError::AccessLog(_) => f.write_str("cannot open the access log"),
             StartError::Tracing(_) => f.write_str("spans cannot be exported"),
@@ -69,7 +78,7 @@ impl fmt::Display for StartError {
 impl std::error::Error for StartError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            StartError::Listen { source, .. } => Some(source),
+            StartError::Listen { source, .. } | StartError::Copy { source, .. } => Some(source),
             StartError::AccessLog(source) | StartError::Tracing(source) | StartError::Thread(source) => Some(source),
             StartError::Tls(source) => Some(source),
             StartError::Counters(error) => error.source(),
@@ -87,6 +96,7 @@ pub enum ReloadError {
     AccessLog(io::Error),
     Tracing(io::Error),
     KeySet(StartError),
+    SharedDeny(StartError),
     /// The change gives a layer other counters.
     ChangedCounters(ChangedCounters),
 }
@@ -99,6 +109,10 @@ impl fmt::Display for ReloadError {
             ReloadError::AccessLog(error) => write!(f, "cannot open the access log: {error}"),
             ReloadError::Tracing(error) => write!(f, "spans cannot be exported: {error}"),
             ReloadError::KeySet(error) => write!(f, "the key set cannot be fetched: {error}"),
+            ReloadError::SharedDeny(error) => {
+                write!(f, "{error}")?;
+                std::error::Error::source(error).map_or(Ok(()), |source| write!(f, ": {source}"))
+            }
             ReloadError::ChangedCounters(ChangedCounters { rule, layer, setting }) => write!(
                 f,
                 "rule `{rule}`, `{layer}`: a change of `{setting}` changes how usage is counted, and needs a restart or an upgrade, which starts this layer with unused counters"

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use transom_limiter::secret_digest::Digest;
@@ -9,7 +10,8 @@ use transom_limiter::secret_digest::Digest;
 use crate::support::client::{Client, HOST, HttpResponse};
 use crate::support::gateway::Gateway;
 use crate::support::process::{BINARY, Process};
-use crate::support::{TempDir, eventually};
+use crate::support::redis::RedisServer;
+use crate::support::{TempDir, eventually, within};
 
 const CONFIG: &str = "[access]\nfile = \"access.toml\"\n[upstreams.u]\nbuiltin = \"echo\"\n\
                       [[routes]]\nname = \"login\"\npath = \"/login\"\nupstream = \"u\"\n\
@@ -182,4 +184,88 @@ fn without_an_access_file_nothing_can_be_denied() {
     assert_eq!(send("GET", "/v1/deny", "").expect(200).json(), json!({ "deny": [] }));
     send("POST", "/v1/deny", "{\"network\": \"192.0.2.1\"}").expect(404).problem();
     send("DELETE", "/v1/deny/0123456789ab", "").expect(404).problem();
+}
+
+/// A gateway whose deny entries are in a store.
+fn spawn_shared(redis: &RedisServer, scratch: TempDir) -> Process {
+    let access = "[access]\nsource = \"shared\"\nfile = \"deny.copy\"\n";
+    let toml = CONFIG.replace("[access]\nfile = \"access.toml\"\n", access);
+    let toml = format!("{toml}[counters.shared]\nredis = \"{}\"\n", redis.url());
+    Process::spawn_command(Command::new(BINARY), &toml, scratch)
+}
+
+#[test]
+fn an_entry_of_the_store_holds_on_all_gateways_within_a_second() {
+    let redis = RedisServer::start();
+    let gateways = [0, 1, 2].map(|_| spawn_shared(&redis, TempDir::new()));
+    gateways.iter().for_each(|gateway| drop(gateway.get("/a").expect(200)));
+    let device = |gateway: &Process, value: &str| gateway.client().get_with("/a", &[("X-Device", value)]).status;
+    for round in 0..5 {
+        let value = format!("d{round}");
+        let new = json!({ "key": { "part": "header:x-device", "value": value }, "reason": "stolen" });
+        let entry = send(&gateways[round % 3], "POST", "/v1/deny", "", &new).expect(200).json();
+        assert_eq!(device(&gateways[round % 3], &value), 403, "where it was made, an entry is in effect at once");
+        within(Duration::from_secs(1), || {
+            eventually("the other gateways know the entry", || {
+                gateways.iter().all(|other| device(other, &value) == 403)
+            });
+        });
+        let target = format!("/v1/deny/{}", entry["id"].as_str().unwrap());
+        send(&gateways[(round + 1) % 3], "DELETE", &target, "", &Value::Null).expect(200);
+        within(Duration::from_secs(1), || {
+            eventually("the other gateways know the end", || gateways.iter().all(|other| device(other, &value) == 200));
+        });
+        send(&gateways[round % 3], "DELETE", &target, "", &Value::Null).expect(404).problem();
+    }
+    // It ends by itself, on all gateways.
+    let new = json!({ "key": { "part": "header:x-device", "value": "short" }, "for": "2s" });
+    send(&gateways[0], "POST", "/v1/deny", "", &new).expect(200);
+    eventually("it holds", || gateways.iter().any(|other| device(other, "short") == 403));
+    eventually("it has ended", || gateways.iter().all(|other| device(other, "short") == 200));
+    assert_eq!(send(&gateways[2], "GET", "/v1/deny", "", &Value::Null).json()["deny"][0]["ended"], true);
+
+    // The command asks a gateway.
+    let admin = gateways[1].admin.to_string();
+    let run = |arguments: &[&str]| {
+        let output = Command::new(BINARY).arg("deny").args(arguments).args(["--admin", &admin]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let id = run(&["add", "header:x-device=d9", "--for", "1h"]);
+    eventually("the entry holds", || gateways.iter().all(|gateway| device(gateway, "d9") == 403));
+    assert!(run(&["list"]).contains("header:x-device=d9"));
+    run(&["remove", id.trim()]);
+    run(&["remove", "--ended"]);
+    eventually("the entry is gone", || gateways.iter().all(|gateway| device(gateway, "d9") == 200));
+    assert_eq!(run(&["list"]).lines().count(), 1);
+}
+
+#[test]
+fn entries_hold_while_the_store_is_away_and_after_a_start_from_the_copy() {
+    let mut redis = RedisServer::start();
+    let mut gateway = spawn_shared(&redis, TempDir::new());
+    let new = json!({ "network": "127.0.0.0/8", "reason": "scraper" });
+    let entry = send(&gateway, "POST", "/v1/deny", "", &new).expect(200).json();
+    assert_eq!(gateway.get("/a").status, 403);
+    redis.kill();
+    eventually("the store is known to be away", || {
+        send(&gateway, "POST", "/v1/deny", "", &json!({ "network": "192.0.2.1" })).status == 503
+    });
+    assert_eq!(gateway.get("/a").status, 403);
+    // A gateway that starts now has the entries of the copy, which the former one wrote at its end at the latest.
+    gateway.signal("TERM");
+    assert!(gateway.wait().success());
+    let copy = fs::read_to_string(gateway.scratch.path().join("deny.copy")).unwrap();
+    assert!(copy.contains("127.0.0.0/8"), "{copy}");
+    let scratch = TempDir::new();
+    scratch.write("deny.copy", copy);
+    let gateway = spawn_shared(&redis, scratch);
+    assert_eq!(gateway.get("/a").status, 403);
+    // A store that comes back empty gets the entries back.
+    redis.restart();
+    let list = || send(&gateway, "GET", "/v1/deny", "", &Value::Null).json()["deny"].clone();
+    assert_eq!(list(), json!([entry]));
+    let target = format!("/v1/deny/{}", entry["id"].as_str().unwrap());
+    eventually("the store can be changed", || send(&gateway, "DELETE", &target, "", &Value::Null).status == 200);
+    assert_eq!(gateway.get("/a").status, 200);
 }

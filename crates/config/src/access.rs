@@ -12,7 +12,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::clients::Clients;
 use super::diagnostics::{Problem, Report, Span, quoted};
-use super::key;
+use super::key::{self, parse_part};
 use super::key_kind::{JWT, KeyKind, is_secret_part};
 use super::named_file::{read_named_file, read_text_alone};
 use super::overrides::read_value;
@@ -40,15 +40,19 @@ const REASON_CHARS: usize = 256;
 /// Where the deny entries are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AccessSource {
+    /// The access file.
     File,
+    /// The store of `[counters.shared]`.
+    Shared,
 }
 
 settings! {
     /// Who is denied.
     pub struct AccessSettings {
-        /// Where the deny entries are.
-        source: AccessSource = Choice(AccessSource::File, &[("file", AccessSource::File)]);
-        /// The access file.
+        /// Where the deny entries are. `"shared"`: in the store of `[counters.shared]`, equal on all gateways.
+        source: AccessSource =
+            Choice(AccessSource::File, &[("file", AccessSource::File), ("shared", AccessSource::Shared)]);
+        /// The access file. With `source = "shared"`: the copy from which a gateway starts while the store is away.
         file: Option<SpannedString> =
             Required(Text("path of a file", "\"access.toml\""), "write `file = \"access.toml\"`");
     }
@@ -87,9 +91,9 @@ settings! {
 /// `[access]` and the access file.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Access {
-    /// As configured.
+    pub source: AccessSource,
     pub file: PathBuf,
-    /// In the order of the file. Shared with what is compiled from it.
+    /// The entries of the file, in its order. Shared with what is compiled from them.
     pub deny: Arc<IdVec<DenyId, DenyEntry>>,
 }
 
@@ -103,6 +107,58 @@ pub struct DenyEntry {
     /// The end of the entry, Unix milliseconds.
     pub until_ms: Option<u64>,
     pub reason: Option<String>,
+}
+
+/// A deny entry of the store, whatever the routes and clients of this gateway.
+#[derive(Clone, PartialEq, Debug)]
+pub struct SharedEntry {
+    target: DenyTarget,
+    /// Names.
+    routes: Vec<String>,
+    until_ms: Option<u64>,
+    reason: Option<String>,
+}
+
+impl SharedEntry {
+    /// Reads the text of an entry: the JSON of [`DenyEntry::to_json`]. `None` if it has another form.
+    pub fn parse(text: &str) -> Option<SharedEntry> {
+        let entry: Value = serde_json::from_str(text).ok()?;
+        let string = |value: &Value| value.as_str().map(str::to_owned);
+        let key = |key: &Value| {
+            let (part, value) = (parse_part(key["part"].as_str()?).ok()?, string(&key["value"])?);
+            Some((part, Digest::parse(&value).map_or(KeyValue::Clear(value), KeyValue::Digest)))
+        };
+        let target = match (&entry["network"], &entry["client"], &entry["key"]) {
+            (Value::String(network), _, _) => DenyTarget::Network(network.parse().ok()?),
+            (_, Value::String(client), _) => DenyTarget::Client(client.clone()),
+            (_, _, denied) => DenyTarget::Key(Box::new(key(denied)?)),
+        };
+        let until_ms = match &entry["until"] {
+            Value::Null => None,
+            until => {
+                Some(u64::try_from(until.as_str()?.parse::<jiff::Timestamp>().ok()?.as_millisecond()).unwrap_or(0))
+            }
+        };
+        let routes = entry["routes"].as_array()?.iter().map(string).collect::<Option<_>>()?;
+        Some(SharedEntry { target, routes, until_ms, reason: string(&entry["reason"]) })
+    }
+
+    pub fn has_ended(&self, now_ms: u64) -> bool {
+        self.until_ms.is_some_and(|until_ms| until_ms <= now_ms)
+    }
+
+    /// The entry as it applies on this gateway; `None` if it has none of its routes.
+    pub fn resolve(&self, config: &Config) -> Option<DenyEntry> {
+        let known = |name: &String| config.routes.position(|route| route.name == *name);
+        let routes: Box<[RouteId]> = self.routes.iter().filter_map(known).collect();
+        (self.routes.is_empty() || !routes.is_empty()).then(|| DenyEntry {
+            id: EntryId::new(&self.target, self.routes.iter().map(String::as_str)),
+            target: self.target.clone(),
+            routes,
+            until_ms: self.until_ms,
+            reason: self.reason.clone(),
+        })
+    }
 }
 
 /// Whom an entry denies. The text is as in `transom deny add`.
@@ -240,15 +296,26 @@ pub struct AccessContext<'c> {
     /// False if some routes may be missing.
     pub routes_complete: bool,
     pub has_jwt: bool,
+    /// Whether there is a store for `source = "shared"`.
+    pub has_store: bool,
 }
 
 pub fn read_access(item: Option<Item>, context: &AccessContext, report: &mut Report) -> Option<Access> {
     let mut table = section_table(item, report)?;
-    let AccessSettings { source: AccessSource::File, file } = AccessSettings::read(&mut table, report);
+    let AccessSettings { source, file } = AccessSettings::read(&mut table, report);
+    let source_item = table.given("source");
     table.finish(report);
+    let file = file?;
+    if source == AccessSource::Shared {
+        if let (Some(item), false) = (source_item, context.has_store) {
+            let fix = "write `[counters.shared]`, then `redis = \"redis://127.0.0.1:6379\"`, or use `\"file\"`";
+            report.missing(item.span, "`shared` needs a store, and there is no `[counters.shared]`", fix);
+        }
+        return Some(Access { source, file: PathBuf::from(&file.text), deny: Arc::default() });
+    }
     let read = |top: &mut Table, report: &mut Report| context.read_file(top, report);
-    let (file, deny) = read_named_file(&file?, FILE, ADD_COMMAND, report, read)?;
-    Some(Access { file, deny: Arc::new(deny) })
+    let (file, deny) = read_named_file(&file, FILE, ADD_COMMAND, report, read)?;
+    Some(Access { source, file, deny: Arc::new(deny) })
 }
 
 /// Reads the text of an access file, or returns its problems.
@@ -259,6 +326,7 @@ pub fn read_entries(text: &str, config: &Config) -> Result<IdVec<DenyId, DenyEnt
         route_names: config.routes.iter().map(|route| route.name.as_str()).collect(),
         routes_complete: true,
         has_jwt: config.jwt.is_some(),
+        has_store: config.counters.shared.is_some(),
     };
     let path = config.access.as_ref().map(|access| access.file.as_path());
     read_text_alone(text, path.unwrap_or(Path::new(FILE)), FILE, |top, report| context.read_file(top, report))

@@ -134,6 +134,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         route_names: routes.iter().map(|route| route.name.as_str()).collect(),
         routes_complete: !misspelled.contains(&"routes") && !report.has_syntax_errors,
         has_jwt: jwt.is_some(),
+        has_store: counters.shared.is_some() || misspelled.contains(&"counters"),
     };
     let access = read_access(access, &access_context, report);
 

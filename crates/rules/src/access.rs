@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::ClientId;
 use crate::client_plans::{ClientLookup, ClientPlans, Identity};
@@ -25,9 +26,24 @@ const ALLOW: &str = "allow";
 /// The deny entries and the allow lists of a configuration.
 #[derive(Debug)]
 pub struct AccessControl {
-    deny: DenyList,
+    deny: LiveDenyList,
     /// `None`: the route lets everyone in.
     allow: IdVec<RouteId, Option<AllowList>>,
+}
+
+/// A list that other gateways may change while the configuration stays. Readers keep the list that they have, and take another one
+/// when the generation has changed.
+#[derive(Debug)]
+struct LiveDenyList {
+    generation: AtomicU64,
+    list: Mutex<Arc<DenyList>>,
+}
+
+/// A list as of a generation.
+#[derive(Clone, Debug)]
+pub struct CurrentDenyList {
+    generation: u64,
+    list: Arc<DenyList>,
 }
 
 /// Why a request is denied.
@@ -90,38 +106,65 @@ pub fn denied_parts(config: &Config) -> impl Iterator<Item = &KeyPart> {
     })
 }
 
+impl CurrentDenyList {
+    pub fn list(&self) -> &DenyList {
+        &self.list
+    }
+}
+
 impl AccessControl {
     /// `None` if everyone is let in.
     pub fn new(config: &Config, clients: Option<&ClientPlans>) -> Option<AccessControl> {
         let is_open = config.access.is_none() && config.routes.iter().all(|route| route.allow.is_empty());
         (!is_open).then(|| AccessControl {
-            deny: DenyList::new(
-                config.access.as_ref().map(|access| Arc::clone(&access.deny)).unwrap_or_default(),
-                &config.routes,
-                clients,
-            ),
+            deny: LiveDenyList {
+                generation: AtomicU64::new(0),
+                list: Mutex::new(Arc::new(DenyList::new(
+                    config.access.as_ref().map(|access| Arc::clone(&access.deny)).unwrap_or_default(),
+                    &config.routes,
+                    clients,
+                ))),
+            },
             allow: config.routes.map(|route| AllowList::new(&route.allow, clients)),
         })
     }
 
-    pub fn deny_list(&self) -> &DenyList {
-        &self.deny
+    /// The current list.
+    pub fn deny_list(&self) -> Arc<DenyList> {
+        self.current().list
     }
 
-    /// Whether [`Denial::id`] can be this.
-    pub fn has_entry(&self, id: &str) -> bool {
-        id == ALLOW || id.parse().is_ok_and(|id| self.deny.entries.iter().any(|entry| entry.id == id))
+    /// The current list, for readers that keep it.
+    pub fn current(&self) -> CurrentDenyList {
+        let list = self.deny.list.lock().unwrap_or_else(PoisonError::into_inner);
+        // Ordering: relaxed; the generation changes while the list is locked.
+        CurrentDenyList { generation: self.deny.generation.load(Ordering::Relaxed), list: Arc::clone(&list) }
+    }
+
+    /// Whether a kept list is the current one.
+    #[inline]
+    pub fn is_current(&self, kept: &CurrentDenyList) -> bool {
+        // Ordering: relaxed; the lock orders the list, and a request may as well have come before a change that it does not see.
+        self.deny.generation.load(Ordering::Relaxed) == kept.generation
+    }
+
+    /// Replaces the list for all readers.
+    pub fn replace(&self, list: DenyList) {
+        let mut current = self.deny.list.lock().unwrap_or_else(PoisonError::into_inner);
+        *current = Arc::new(list);
+        // Ordering: relaxed, as in `current`.
+        self.deny.generation.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Why a request is denied. An error hides whether it is: a field that is given twice may have the denied value.
-    pub fn denial(
+    pub fn denial<'d>(
         &self,
+        deny: &'d DenyList,
         route: RouteId,
-        request: &RequestAttributes<'_>,
-        clients: &ClientLookup<'_>,
+        (request, clients): (&RequestAttributes<'_>, &ClientLookup<'_>),
         now_ms: u64,
-    ) -> Result<Option<Denial<'_>>, RequestError> {
-        if let Some(entry) = self.deny.of_request(route, request, clients, now_ms)? {
+    ) -> Result<Option<Denial<'d>>, RequestError> {
+        if let Some(entry) = deny.of_request(route, request, clients, now_ms)? {
             return Ok(Some(Denial::Entry(entry)));
         }
         let is_allowed = self.allow[route].as_ref().map_or(Ok(true), |allow| allow.has(request, clients))?;
@@ -191,6 +234,11 @@ impl DenyList {
             }
         }
         DenyList { by_network: Networks::new(networks), by_client, by_key, entries }
+    }
+
+    /// Whether [`Denial::id`] can be this.
+    pub fn has_entry(&self, id: &str) -> bool {
+        id == ALLOW || id.parse().is_ok_and(|id| self.entries.iter().any(|entry| entry.id == id))
     }
 
     /// The entry that denies a request.

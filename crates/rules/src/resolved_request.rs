@@ -9,7 +9,7 @@ use http::{HeaderMap, Method, Uri};
 
 use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
 use crate::ClientId;
-use crate::access::Denial;
+use crate::access::{AccessControl, Denial, DenyList};
 use crate::client_plans::ClientLookup;
 use crate::key_source::{ConnectionValues, RequestAttributes};
 use crate::rate_limit_key::{KeyDescription, KeyFailure};
@@ -144,11 +144,14 @@ impl<'a> ResolvedRequest<'a> {
         }
     }
 
-    /// Who denies the request, if anyone does. To be asked only where [`CompiledConfig::access`] is set.
-    #[inline(never)]
-    pub fn denial(&self, now_ms: u64) -> Result<Option<Denial<'a>>, RequestError> {
-        let Some(access) = &self.compiled.access else { return Ok(None) };
-        access.denial(self.route_id, &self.attributes, &self.clients, now_ms)
+    /// Why the request is denied, if it is, by these deny entries or the allow list of its route.
+    pub fn denial<'d>(
+        &self,
+        access: &AccessControl,
+        deny: &'d DenyList,
+        now_ms: u64,
+    ) -> Result<Option<Denial<'d>>, RequestError> {
+        access.denial(deny, self.route_id, (&self.attributes, &self.clients), now_ms)
     }
 
     /// Finds the key of each rule, and calls `found` with it. Returns the first error; rules whose keys were found are charged

@@ -21,6 +21,7 @@ use transom_limiter::key::{KeyPart, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule, Sharing};
 use transom_limiter::rule_set::RuleSet;
+use transom_rules::access::DenyList;
 use transom_rules::compiled_config::{CompiledConfig, RouteRules};
 use transom_rules::key_source::KeySource;
 use transom_rules::resolved_request::ResolvedRequest;
@@ -39,6 +40,7 @@ pub const CONFIGURED: &str = "as configured";
 /// Plays requests.
 pub struct Replay {
     reader: RequestReader,
+    deny_list: Option<Arc<DenyList>>,
     /// The first is the configuration itself.
     pub scenarios: Vec<Scenario>,
     /// By rule.
@@ -197,6 +199,7 @@ impl Replay {
             scenarios.push(Scenario::new(candidate, &rules, &compiled, SEED, sampled)?);
         }
         Ok(Replay {
+            deny_list: compiled.access.as_ref().map(|access| access.deny_list()),
             reader: RequestReader::new(compiled)?,
             inputs: rules.iter().map(RuleInputs::new).collect(),
             limits_concurrency: scenarios.iter().any(Scenario::limits_concurrency),
@@ -249,7 +252,8 @@ impl Replay {
 
     /// Reads a request into the position of the batch; `false` if no rule decides it.
     fn read(&mut self, position: usize, line: &LogLine, text: &[u8], headers: &[HeaderSpan]) -> bool {
-        let Replay { reader, inputs, counts, buffers, params, response_headers, requests, now_ms, .. } = self;
+        let Replay { reader, deny_list, inputs, counts, buffers, params, response_headers, requests, now_ms, .. } =
+            self;
         let Ok(logged) = reader.read(line, text, headers, buffers) else {
             counts.rejected += 1;
             return false;
@@ -266,7 +270,11 @@ impl Replay {
                 return false;
             }
         };
-        match resolved.denial(*now_ms) {
+        let denial = match (&reader.compiled.access, deny_list) {
+            (Some(access), Some(deny)) => resolved.denial(access, deny, *now_ms),
+            _ => Ok(None),
+        };
+        match denial {
             Ok(None) => {}
             Ok(Some(_)) => {
                 counts.denied += 1;

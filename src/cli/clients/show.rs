@@ -7,7 +7,6 @@ use bytes::Bytes;
 use http::Request;
 use http_body_util::Full;
 use serde_json::Value;
-use tokio::runtime::{Builder, LocalOptions};
 
 use super::super::admin_client::{self, RunningGateway};
 use super::super::{Exit, read_config};
@@ -46,9 +45,7 @@ fn ask_gateway(gateway: &RunningGateway, name: &str) -> Result<Option<Value>, St
     let failed = |reason: String| format!("the gateway at http://{} cannot show the client: {reason}", gateway.address);
     let request = Request::get(format!("/v1/clients/{name}")).body(Full::new(Bytes::new()));
     let request = request.map_err(|error| failed(error.to_string()))?;
-    let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default());
-    let runtime = runtime.map_err(|error| failed(error.to_string()))?;
-    let body = runtime.block_on(gateway.send(request)).map_err(failed)?;
+    let body = gateway.send_and_wait(request).map_err(failed)?;
     body.map(|body| serde_json::from_str(&body).map_err(|error| failed(error.to_string()))).transpose()
 }
 

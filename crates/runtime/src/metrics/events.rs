@@ -470,6 +470,11 @@ impl DenialMetrics {
         DenialMetrics { registry: Arc::clone(registry), worker, cells: RefCell::new(kept) }
     }
 
+    /// Drops the cells of entries that there no longer are.
+    pub fn keep(&self, is_entry: impl Fn(&str) -> bool) {
+        self.cells.borrow_mut().retain(|entry, _| is_entry(entry));
+    }
+
     pub fn denied(&self, entry: &str) {
         let mut cells = self.cells.borrow_mut();
         if !cells.contains_key(entry) {

@@ -92,9 +92,13 @@ impl Registry {
     ) -> Arc<MetricCell> {
         let labels = |value: &str| vec![Label::new(label.0, value.to_owned())];
         let mut series = self.cells.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_full =
+            |series: &Series<MetricCell>| series.keys().filter(|(known, _)| *known == name.name).count() >= max;
         let is_known = series.contains_key(&(name.name, labels(label.1)));
-        let is_full = || series.keys().filter(|(known, _)| *known == name.name).count() >= max;
-        let value = if is_known || !is_full() { label.1 } else { "other" };
+        if !is_known && is_full(&series) {
+            series.retain(|(known, _), owners| *known != name.name || is_used(owners));
+        }
+        let value = if is_known || !is_full(&series) { label.1 } else { "other" };
         Arc::clone(series.entry((name.name, labels(value))).or_default().entry(worker).or_default())
     }
 
@@ -125,8 +129,12 @@ impl Registry {
 
 fn retain_used<K: Ord, T>(series: &Mutex<BTreeMap<K, BTreeMap<WorkerId, Arc<T>>>>) {
     let mut series = series.lock().unwrap_or_else(PoisonError::into_inner);
-    // Every user holds a reference besides the registry's, and gets it under this lock.
-    series.retain(|_, owners| owners.values().any(|cell| Arc::strong_count(cell) > 1));
+    series.retain(|_, owners| is_used(owners));
+}
+
+/// Every user holds a reference besides the registry's, and gets it under the lock of the registry.
+fn is_used<T>(owners: &BTreeMap<WorkerId, Arc<T>>) -> bool {
+    owners.values().any(|cell| Arc::strong_count(cell) > 1)
 }
 
 fn series_entry<T: Default>(
