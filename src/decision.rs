@@ -20,10 +20,10 @@ use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::verdict::{Outcome, Verdicts, WindowVerdict};
 use transom_limiter::window_kind::WindowKind;
-use transom_rules::ClientId;
 use transom_rules::access::{AccessControl, Scope};
-use transom_rules::client_plans::{CallerIdentity, ClientCheck, ClientPart, ClientPlans};
+use transom_rules::client_plans::{CallerIdentity, ClientCheck, ClientPart, ClientPlans, KnownClient};
 use transom_rules::key_source::{feed_address, is_usable_key};
+use transom_rules::live_clients::LiveClients;
 use transom_rules::overrides::{Overrides, RuleTreatment, feed_text};
 use transom_rules::rate_limit_key::{KeyDescription, KeyHashers};
 use transom_rules::store_key_text::{KeyDigester, KeyTextFormat};
@@ -185,7 +185,7 @@ pub struct DecisionService {
     /// Digests secret key parts for the shared store; `None` without one.
     digester: Option<Arc<KeyDigester>>,
     rules: IdVec<RuleId, ServedRule>,
-    clients: Option<Arc<ClientPlans>>,
+    clients: Option<Arc<LiveClients>>,
     access: Option<Arc<AccessControl>>,
 }
 
@@ -255,12 +255,14 @@ impl DecisionService {
     /// Finds the clients that keys name, and checks that keys name one.
     pub fn with_clients(
         mut self,
-        clients: Option<&Arc<ClientPlans>>,
+        clients: Option<&Arc<LiveClients>>,
         checks: IdVec<RuleId, Option<ClientCheck>>,
     ) -> DecisionService {
         self.clients = clients.cloned();
+        let clients = self.clients();
         for ((served, compiled), check) in self.rules.iter_mut().zip(&self.rule_set.rules).zip(checks) {
-            served.client_parts = clients.map(|clients| clients.client_parts(&compiled.rule.key)).unwrap_or_default();
+            served.client_parts =
+                clients.as_ref().map(|clients| clients.client_parts(&compiled.rule.key)).unwrap_or_default();
             served.client_check = check;
         }
         self
@@ -324,12 +326,17 @@ impl DecisionService {
             let rule = self.rule(&query.rule).ok()?;
             Some(RuleKeyValues { rule, key: query.key.values(), cost: None })
         });
-        self.denied(&rules.collect::<Vec<_>>(), now_ms)
+        self.denied(&rules.collect::<Vec<_>>(), self.clients().as_deref(), now_ms)
     }
 
     /// The entry that denies a caller, as far as keys of rules tell: the address, the client or the value of a part. There is
     /// no route, so entries for some routes do not apply.
-    pub fn denied<K: AsRef<str>>(&self, rules: &[RuleKeyValues<'_, K>], now_ms: u64) -> Option<DenyEntry> {
+    pub fn denied<K: AsRef<str>>(
+        &self,
+        rules: &[RuleKeyValues<'_, K>],
+        clients: Option<&ClientPlans>,
+        now_ms: u64,
+    ) -> Option<DenyEntry> {
         let deny = self.access.as_ref()?.deny_list();
         let scope = Scope { route: None, now_ms };
         let found = rules.iter().find_map(|values| {
@@ -342,8 +349,8 @@ impl DecisionService {
                     .and_then(|address| deny.of_address(address, scope))
                     .or_else(|| deny.of_value(part, value.as_bytes(), scope))
             };
-            let client = || self.clients.as_ref()?.client_of(&self.caller(values));
-            parts.into_iter().find_map(of_part).or_else(|| deny.of_client(client()?, scope))
+            let client = || clients?.client_of(&self.caller(values, clients));
+            parts.into_iter().find_map(of_part).or_else(|| deny.of_client(&client()?.name, scope))
         });
         found.cloned()
     }
@@ -520,7 +527,8 @@ impl DecisionService {
             self.rule(&query.rule).map(|rule| RuleKeyValues { rule, key: query.key.values(), cost: query.cost })
         });
         let rules: Vec<RuleKeyValues<String>> = rules.collect::<Result<_, _>>()?;
-        self.key_rules(&rules, uses_store).collect()
+        let clients = self.clients();
+        self.key_rules(&rules, clients.as_deref(), uses_store).collect()
     }
 
     /// Replaces clients by the keys that name them.
@@ -552,9 +560,14 @@ impl DecisionService {
         Ok(())
     }
 
+    /// All clients. Takes a lock.
+    pub fn clients(&self) -> Option<Arc<ClientPlans>> {
+        self.clients.as_ref().map(|clients| clients.current())
+    }
+
     /// The client with this name.
-    pub fn client_named(&self, name: &str) -> Result<ClientId, ApiError> {
-        let client = self.clients.as_ref().and_then(|clients| clients.named(name));
+    pub fn client_named(&self, name: &str) -> Result<Arc<KnownClient>, ApiError> {
+        let client = self.clients().and_then(|clients| clients.named(name).cloned());
         client.ok_or_else(|| ApiError::UnknownClient(name.chars().take(64).collect()))
     }
 
@@ -575,25 +588,35 @@ impl DecisionService {
         }
     }
 
-    /// The keys of rules that are decided together. An error is a key that does not fit its rule.
+    /// The keys of rules that are decided together. An error is a key that does not fit its rule. `clients`: all clients, if there
+    /// are any.
     pub fn key_rules<K: AsRef<str>>(
         &self,
         rules: &[RuleKeyValues<'_, K>],
+        clients: Option<&ClientPlans>,
         uses_store: bool,
     ) -> impl Iterator<Item = Result<KeyedRule, ApiError>> {
-        let callers: SmallVec<[CallerIdentity; 4]> = rules.iter().map(|rule| self.caller(rule)).collect();
+        let callers: SmallVec<[CallerIdentity<'_>; 4]> = rules.iter().map(|rule| self.caller(rule, clients)).collect();
         let of_query = callers.iter().copied().fold(CallerIdentity::default(), CallerIdentity::or);
-        rules.iter().zip(callers).map(move |(rule, caller)| self.keyed_rule(rule, caller.or(of_query), uses_store))
+        rules
+            .iter()
+            .zip(callers)
+            .map(move |(rule, caller)| self.keyed_rule(rule, (clients, caller.or(of_query)), uses_store))
     }
 
     /// Who the caller is by the key of one rule.
-    fn caller<K: AsRef<str>>(&self, RuleKeyValues { rule, key, .. }: &RuleKeyValues<'_, K>) -> CallerIdentity {
+    fn caller<'c, K: AsRef<str>>(
+        &self,
+        RuleKeyValues { rule, key, .. }: &RuleKeyValues<'_, K>,
+        clients: Option<&'c ClientPlans>,
+    ) -> CallerIdentity<'c> {
         let is_ip = |(part, _): &(&KeyPart, &K)| part.prefixes().is_some();
         let address = self.rule_set.rules[*rule].rule.key.iter().zip(*key).find(is_ip);
         let address = address.and_then(|(_, value)| value.as_ref().parse().ok());
-        let named = self.rules[*rule].client_parts.iter().filter_map(|part| {
-            Some(self.clients.as_ref()?.named_by(part, key.get(part.position)?.as_ref().as_bytes()))
-        });
+        let named = self.rules[*rule]
+            .client_parts
+            .iter()
+            .filter_map(|part| Some(clients?.named_by(part, key.get(part.position)?.as_ref().as_bytes())));
         named.fold(CallerIdentity { address, ..CallerIdentity::default() }, CallerIdentity::or)
     }
 
@@ -601,11 +624,11 @@ impl DecisionService {
     fn keyed_rule<K: AsRef<str>>(
         &self,
         values: &RuleKeyValues<'_, K>,
-        caller: CallerIdentity,
+        caller: (Option<&ClientPlans>, CallerIdentity<'_>),
         uses_store: bool,
     ) -> Result<KeyedRule, ApiError> {
         let rule = values.rule;
-        let (keyed_request, is_refused) = match self.key_treatment(values, &caller)? {
+        let (keyed_request, is_refused) = match self.key_treatment(values, caller)? {
             KeyTreatment::Counted(keyed_request) => (Some(keyed_request), false),
             KeyTreatment::NotCounted => (None, false),
             KeyTreatment::Refused => (None, true),
@@ -634,7 +657,7 @@ impl DecisionService {
     /// The key of a query, as of a request with that key.
     fn describe_key<K: AsRef<str>>(&self, rule: RuleId, key: &[K], digester: &KeyDigester) -> KeyDescription {
         let (format, parts) = (&self.rules[rule].text_format, &self.rule_set.rules[rule].rule.key);
-        let mut client = None;
+        let (mut client, clients) = (None, self.clients());
         let describe = |(position, part): (usize, &KeyPart)| {
             let value = key.get(position).map_or("", K::as_ref);
             let mut readable = None;
@@ -643,8 +666,7 @@ impl DecisionService {
                 (Some(prefixes), Ok(address)) => feed_address(address, prefixes, &mut take),
                 _ => take(part.kind.number, value.as_bytes()),
             }
-            client =
-                client.take().or_else(|| format.client_of_part(position, value.as_bytes(), self.clients.as_deref()));
+            client = client.take().or_else(|| format.client_of_part(position, value.as_bytes(), clients.as_deref()));
             (format.part_name(position), readable)
         };
         let parts = parts.iter().enumerate().map(describe).collect();
@@ -655,7 +677,7 @@ impl DecisionService {
     fn key_treatment<K: AsRef<str>>(
         &self,
         RuleKeyValues { rule, key: values, cost }: &RuleKeyValues<'_, K>,
-        caller: &CallerIdentity,
+        (clients, caller): (Option<&ClientPlans>, CallerIdentity<'_>),
     ) -> Result<KeyTreatment, ApiError> {
         let (served, rule) = (&self.rules[*rule], &self.rule_set.rules[*rule].rule);
         // A global rule takes no key, and ignores a given one.
@@ -702,14 +724,14 @@ impl DecisionService {
                 None => {}
             }
         }
-        if let (Some(check), Some(clients), None) = (&served.client_check, &self.clients, variant) {
+        if let (Some(check), Some(clients), None) = (&served.client_check, clients, variant) {
             let value = |position: usize| values.get(position).map_or(&[][..], |value| value.as_ref().as_bytes());
             if !check.is_known(|part| clients.named_by(part, value(part.position)).is_named()) {
                 return unknown_key(check, &rule.on_missing);
             }
         }
         let variant_of_plan = || {
-            let plan = self.clients.as_ref().and_then(|clients| clients.plan_of(caller));
+            let plan = clients.and_then(|clients| clients.plan_of(&caller));
             served.overrides.as_ref().map_or(VariantId::DEFAULT, |overrides| overrides.variant_of(plan))
         };
         let variant = variant.unwrap_or_else(variant_of_plan);
@@ -742,7 +764,7 @@ mod tests {
     use super::*;
     use http::Method;
     use http::Uri;
-    use transom_config::clients::{Client, Clients};
+    use transom_config::clients::{Client, Clients, ClientsSource};
     use transom_config::key::OnUnknownKey;
     use transom_config::key_kind::{HEADER, IP, METHOD};
     use transom_config::path::PathPattern;
@@ -754,7 +776,7 @@ mod tests {
     use transom_limiter::limit::Limit;
     use transom_limiter::rule::{Exemptions, KeyValue, Override, Plan, Rule};
     use transom_limiter::secret_digest::Digest;
-    use transom_rules::client_plans::ClientLookup;
+    use transom_rules::client_plans::{ClientLookup, ClientSources};
     use transom_rules::key_source::{ConnectionValues, RequestAttributes};
     use transom_rules::rate_limit_key::RuleKey;
 
@@ -829,7 +851,10 @@ mod tests {
             client("gamma", "silver", &[], &["user-of-gamma"], &[]),
         ];
         let api_key = api_key.into_iter().collect();
-        ClientPlans::new(&Clients { file: "clients.toml".into(), api_key, subject, token_plans: None, list })
+        let (source, plan_claim, defined_plans) = (ClientsSource::File, None, Vec::new());
+        let clients =
+            Clients { source, file: "clients.toml".into(), api_key, subject, plan_claim, defined_plans, list };
+        ClientPlans::new(&clients, false)
     }
 
     fn value(part: &KeyPart, [address, api_key, user]: [&str; 3]) -> String {
@@ -884,18 +909,20 @@ mod tests {
             reads in any::<[bool; 2]>(),
             address in select(ADDRESSES.to_vec()), key in select(API_KEYS.to_vec()), name in select(USERS.to_vec()),
         ) {
-            let clients = Arc::new(clients(reads[0].then(api_key), reads[1].then(user)));
+            let live = LiveClients::new(clients(reads[0].then(api_key), reads[1].then(user)));
+            let clients = live.current();
             let named = |(i, (rule, _)): (usize, &(Rule, OnUnknownKey))| Rule { name: format!("r{i}"), ..rule.clone() };
             let configured: Vec<Rule> = rules.iter().enumerate().map(named).collect();
             let rule_set = Arc::new(RuleSet::new(&configured, SEED, None));
-            let overrides = rule_set.rules.iter().map(|rule| RuleKey::compile_overrides(rule, Some(&clients), SEED));
+            let sources: &ClientSources = &clients;
+            let overrides = rule_set.rules.iter().map(|rule| RuleKey::compile_overrides(rule, Some(sources), SEED));
             let overrides: IdVec<RuleId, _> = overrides.map(|overrides| overrides.map(Arc::new)).collect();
             let check = |(rule, on_unknown): &(Rule, OnUnknownKey)| {
-                ClientCheck::new(*on_unknown, &rule.key, Some(&clients))
+                ClientCheck::new(*on_unknown, &rule.key, Some(sources))
             };
             let checks: IdVec<RuleId, _> = rules.iter().map(check).collect();
             let service = DecisionService::new(&rule_set, &overrides, SEED, None);
-            let service = service.with_clients(Some(&clients), checks.clone());
+            let service = service.with_clients(Some(&live), checks.clone());
 
             let values = [address, key, name];
             let query = |rule: &Rule| RuleQuery {

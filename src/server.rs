@@ -45,6 +45,7 @@ use transom_config::{Config, REQUEST_BUCKETS_MAX, lint};
 use transom_jwt::published_keys::{KeySet, PublishedKeys};
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS};
+use transom_rules::compiled_config::LiveData;
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::Registry;
 use transom_runtime::metrics::events::{
@@ -274,7 +275,8 @@ impl Gateway {
         let published_keys = gateway.fetch_key_set(&config, former.key_set)?;
         let rule_set = RuleSet::new(config.limiter_rules(), counters.seed, None);
         gateway.follow_shared_deny(&config)?;
-        let served = ServedConfig::new(config, counters.seed, rule_set, upstream_health, published_keys);
+        let live = LiveData { clients: None, published_keys };
+        let served = ServedConfig::new(config, counters.seed, rule_set, upstream_health, live);
         gateway.shared_deny.iter().for_each(|shared| shared.serve(&served));
         gateway.rule_set = Some(Arc::clone(&served.rule_set));
         gateway.outputs.marks = gateway.watch_marks(&served)?;
@@ -456,7 +458,8 @@ impl Gateway {
         if let Err(error) = self.start_health_checks(&upstream_health) {
             tracing::error!(%error, "upstream servers are not checked");
         }
-        let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, published_keys);
+        let live = LiveData { clients: None, published_keys };
+        let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, live);
         self.shared_deny.iter().for_each(|shared| shared.serve(&served));
         self.rule_set = Some(Arc::clone(&served.rule_set));
         match self.watch_marks(&served) {

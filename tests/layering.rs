@@ -143,7 +143,9 @@ const ORDERS: [(&str, &[&str]); 7] = [
             "rate_limit_key",
             "overrides",
             "store_key_text",
+            "live_clients",
             "client_plans",
+            "sharded_table",
             "key_source",
         ],
     ),
@@ -210,7 +212,7 @@ const STATUS_CODES: [(&str, &str); 4] = [
     ("crates/limiter/src/tower.rs", "the middleware refuses with 429"),
 ];
 /// Files that may use atomics, with the reason.
-const ATOMICS: [(&str, &str); 13] = [
+const ATOMICS: [(&str, &str); 14] = [
     ("crates/runtime/src/clock.rs", "workers share the offset of the clock"),
     ("crates/runtime/src/metrics/storage.rs", "counted by one worker, read by a scrape"),
     (
@@ -224,6 +226,7 @@ const ATOMICS: [(&str, &str); 13] = [
     ("src/access_log/mod.rs", "whether the file was moved"),
     ("crates/jwt/src/published_keys.rs", "workers notice changed keys without a lock"),
     ("crates/rules/src/access.rs", "workers notice changed deny entries without a lock"),
+    ("crates/rules/src/live_clients.rs", "workers notice changed clients without a lock"),
     ("crates/limiter/src/atomics.rs", "the only access of the counter table to atomics"),
     ("crates/limiter/src/atomics_loom.rs", "the same for the loom models"),
     ("crates/limiter/src/tower.rs", "its tests count requests"),

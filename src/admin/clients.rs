@@ -9,7 +9,6 @@ use super::{AdminBody, AdminState, DecisionApi, client_changes, decisions, top_q
 use crate::decision::{DecisionQuery, Operation, QueryKey, RuleQuery};
 use transom_config::key_kind::CLIENT;
 use transom_http::error::ApiError;
-use transom_limiter::handles::Handle as _;
 use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;
 use transom_rules::client_plans::describe_client;
@@ -30,17 +29,20 @@ pub async fn show(call: Call) -> Result<Response<AdminBody>, ApiError> {
 }
 
 fn describe_all(decision_api: &DecisionApi) -> Vec<Value> {
-    let clients = decision_api.served.config.clients.iter();
-    clients
-        .flat_map(|clients| clients.list.iter().map(|client| describe_client(clients, client, Digest::brief)))
-        .collect()
+    let served = &decision_api.served;
+    let (Some(configured), Some(plans)) = (&served.config.clients, served.decision_service.clients()) else {
+        return Vec::new();
+    };
+    let mut clients: Vec<_> = plans.iter().collect();
+    clients.sort_unstable_by_key(|client| client.number);
+    clients.into_iter().map(|client| describe_client(configured, client, Digest::brief)).collect()
 }
 
 async fn client_with_usage(state: &AdminState, decision_api: &DecisionApi, name: &str) -> Result<Value, ApiError> {
     let served = &decision_api.served;
-    let position = served.decision_service.client_named(name)?;
+    let client = served.decision_service.client_named(name)?;
     let Some(clients) = &served.config.clients else { return Ok(Value::Null) };
-    let mut described = describe_client(clients, &clients.list[position.index()], Digest::brief);
+    let mut described = describe_client(clients, &client, Digest::brief);
     let mut rules = Vec::new();
     for rule in served.config.rules.iter().filter(|rule| rule.counts_clients()) {
         let key: Vec<String> = rule.key.iter().map(KeyPart::to_string).collect();

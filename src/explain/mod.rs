@@ -27,8 +27,9 @@ use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::key::Seed;
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
-use transom_rules::ClientId;
 use transom_rules::access::Denial;
+use transom_rules::client_plans::KnownClient;
+use transom_rules::compiled_config::LiveData;
 use transom_rules::compiled_config::RouteRules;
 use transom_rules::key_source::ConnectionValues;
 use transom_rules::ratelimit_headers::seconds_until;
@@ -106,7 +107,7 @@ pub async fn explain(
         reason: String::new(),
         now_ms: counters.clock.now().unix_ms,
     };
-    if let Err(error) = explanation.decide(served, question, as_client, counters).await {
+    if let Err(error) = explanation.decide(served, question, as_client.as_deref(), counters).await {
         explanation.decision = Decision::Error(error.status());
         explanation.reason = match (&error, &explanation.routes) {
             (RequestError::NoRoute, Some(routes)) => routes.reason.clone(),
@@ -134,7 +135,7 @@ pub async fn explain_without_gateway(config: Config, question: &Question) -> Res
     let rule_set = RuleSet::new(config.limiter_rules(), seed, None);
     // Nothing is fetched: a token that needs the key set gets what it gets before the first fetch.
     let published_keys = config.key_set.as_ref().map(|_| Arc::new(PublishedKeys::new(|| {})));
-    let served = ServedConfig::new(config, seed, rule_set, Vec::new(), published_keys);
+    let served = ServedConfig::new(config, seed, rule_set, Vec::new(), LiveData { published_keys, clients: None });
     let table = Table::with_capacity(1).ok_or("there is too little memory")?;
     let counters = CounterAccess::new(SharedByWorkers::new(Arc::new(table)), Clock::system(), None);
     let explained = explain(&served, question, &counters, false).await;
@@ -147,7 +148,7 @@ impl Explanation {
         &mut self,
         served: &ServedConfig,
         question: &Question,
-        as_client: Option<ClientId>,
+        as_client: Option<&KnownClient>,
         counters: &CounterAccess,
     ) -> Result<(), RequestError> {
         let parts = &question.parts;
@@ -170,13 +171,14 @@ impl Explanation {
         };
         self.routes = Some(RouteChoice::new(served, &view.route_query()));
         let (mut params, tokens) = (Vec::new(), served.token_checker());
-        let mut resolved = served.resolve(view, &mut params, &tokens, || counters.clock.wall_ms())?;
+        let clients = served.decision_service.clients();
+        let wall_ms = || counters.clock.wall_ms();
+        let mut resolved = served.resolve(view, clients.as_deref(), &mut params, &tokens, wall_ms)?;
         if as_client.is_some() {
             resolved = resolved.with_client(as_client);
         }
-        if let (Some(id), Some(plans)) = (resolved.clients.reported_client(&resolved.attributes), &served.clients) {
-            let client = &plans.clients[id];
-            self.client = Some((client.name.clone(), plans.plans[client.plan].clone()));
+        if let Some(client) = resolved.clients.reported_client(&resolved.attributes) {
+            self.client = Some((client.name.clone(), client.plan.clone()));
         }
         if let Some(access) = &served.access
             && let Some(denial) = resolved.denial(access, &access.deny_list(), counters.clock.now().unix_ms)?

@@ -256,7 +256,9 @@ fn decide(
         uri: &parts.uri,
         headers: &parts.headers,
     };
-    let resolved = served.resolve(view, params, &config.token_cache, || worker.clock.wall_ms())?;
+    let clients = config.clients();
+    let wall_ms = || worker.clock.wall_ms();
+    let resolved = served.resolve(view, clients.as_deref(), params, &config.token_cache, wall_ms)?;
     let (route_id, rules_id, rules) = (resolved.route_id, resolved.route.rules, resolved.rules);
     record.set_route(route_id);
     let (actions, variables) = (resolved.actions(), resolved.variables());
@@ -473,6 +475,7 @@ mod tests {
     use transom_limiter::key::{KeyHash, Seed};
     use transom_limiter::rule_set::RuleSet;
     use transom_limiter::table::Table;
+    use transom_rules::compiled_config::LiveData;
     use transom_runtime::metrics::Registry;
     use transom_runtime::metrics::events::{ConcurrencyGauge, NAMES};
     use transom_runtime::metrics::exposition::{Format, render};
@@ -570,7 +573,7 @@ mod tests {
         let registry = Arc::new(Registry::default());
         let upstream_health = build_upstream_health(&config, &[], &registry, 1, clock.instant());
         let rule_set = RuleSet::new(config.limiter_rules(), Seed(1, 2), None);
-        let served = ServedConfig::new(config, Seed(1, 2), rule_set, upstream_health, None);
+        let served = ServedConfig::new(config, Seed(1, 2), rule_set, upstream_health, LiveData::default());
         let shared = SharedByWorkers::new(Arc::new(Table::with_capacity(64).unwrap()));
         let worker = WorkerState::new(0, shared, clock, Arc::clone(&registry), served, RecordOutputs::default());
         let worker = Rc::new(worker);

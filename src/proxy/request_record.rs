@@ -32,14 +32,15 @@ use transom_http::trace_context::{SpanContext, TraceParent};
 use transom_limiter::concurrency::{Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::{Handle as _, IdVec, PlanPosition, RuleId};
+use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::verdict::{Outcome, Verdict, Verdicts, WindowVerdict};
+use transom_rules::RouteRulesId;
 use transom_rules::access::Denial;
+use transom_rules::client_plans;
 use transom_rules::resolved_request::ResolvedRequest;
 use transom_rules::responses::CLIENT_CLOSED_REQUEST;
-use transom_rules::{ClientId, RouteRulesId};
 use transom_runtime::clock::Timestamp;
-use transom_runtime::metrics::events::{RouteMetrics, UpstreamOutcome};
+use transom_runtime::metrics::events::{ClientCells, RouteMetrics, UpstreamOutcome};
 use transom_runtime::metrics::storage::GaugeGuard;
 
 /// Limit for each text of the client's in the access log.
@@ -50,7 +51,7 @@ pub struct RequestRecord {
     config: Rc<WorkerConfig>,
     route: Option<RouteId>,
     /// The client by the clients file.
-    client: Option<ClientId>,
+    client: Option<ClientCells>,
     status: u16,
     started: Timestamp,
     bytes: u64,
@@ -159,12 +160,11 @@ impl RequestRecord {
     }
 
     /// Names the client for the access log and the metrics.
-    pub fn set_client(&mut self, client: ClientId) {
-        self.client = Some(client);
-        if let (Some(log), Some(clients)) = (&mut self.log, &self.config.served.clients) {
-            let known = &clients.clients[client];
-            let (name, plan) = (known.name.clone(), clients.plans[known.plan].clone());
-            log.entry.known_client = Some(KnownClient { name, plan });
+    pub fn set_client(&mut self, client: &client_plans::KnownClient) {
+        let metrics = self.config.client_metrics.as_ref();
+        self.client = metrics.map(|metrics| metrics.cells(client.number, &client.name, &client.plan));
+        if let Some(log) = &mut self.log {
+            log.entry.known_client = Some(KnownClient { name: client.name.clone(), plan: client.plan.clone() });
         }
     }
 
@@ -249,8 +249,8 @@ impl RequestRecord {
 
     /// Counts the decision on the request's route, and notes refusing and shadow rules for the access log.
     pub fn record_decision(&mut self, rules_id: RouteRulesId, verdicts: Verdicts<'_>) {
-        if let (Some(client), Some(client_metrics)) = (self.client, &self.config.client_metrics) {
-            client_metrics.decided(client.index(), verdicts.is_refused());
+        if let Some(client) = &self.client {
+            client.decided(verdicts.is_refused());
         }
         let metrics = self.route_metrics();
         if verdicts.is_refused() {

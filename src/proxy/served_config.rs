@@ -8,11 +8,10 @@ use std::sync::Arc;
 use crate::decision::DecisionService;
 use crate::upstream::server_health::UpstreamHealth;
 use transom_config::{Config, UpstreamId};
-use transom_jwt::published_keys::PublishedKeys;
 use transom_limiter::handles::IdVec;
 use transom_limiter::key::Seed;
 use transom_limiter::rule_set::RuleSet;
-use transom_rules::compiled_config::CompiledConfig;
+use transom_rules::compiled_config::{CompiledConfig, LiveData};
 
 #[derive(Debug)]
 pub struct ServedConfig {
@@ -30,13 +29,13 @@ impl ServedConfig {
         seed: Seed,
         rule_set: RuleSet,
         upstream_health: Vec<Arc<UpstreamHealth>>,
-        published_keys: Option<Arc<PublishedKeys>>,
+        live: LiveData,
     ) -> Arc<ServedConfig> {
-        let compiled = CompiledConfig::new(config, seed, rule_set, published_keys);
+        let compiled = CompiledConfig::new(config, seed, rule_set, live);
         let CompiledConfig { rule_set, overrides, digester, clients, client_checks, access, .. } = &compiled;
         let log =
             |plan: &str| tracing::warn!(plan, "a token names a plan that no rule defines: its subject is not known");
-        clients.iter().for_each(|clients| _ = clients.on_undefined_plan.set(log));
+        clients.iter().for_each(|clients| _ = clients.current().on_undefined_plan.set(log));
         let decision_service = DecisionService::new(rule_set, overrides, seed, digester.clone());
         let decision_service =
             decision_service.with_clients(clients.as_ref(), client_checks.clone()).with_access(access.as_ref());

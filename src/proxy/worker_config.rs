@@ -2,7 +2,7 @@
 //!
 //! A request keeps the view it started with; a reload makes a new one.
 
-use std::cell::{RefCell, RefMut};
+use std::cell::{Ref, RefCell, RefMut};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
@@ -18,6 +18,7 @@ use crate::spans::{SpanSender, Tracer};
 use crate::upstream::forward::Forwarder;
 use crate::upstream::pool::{ConnectionPool, ServerPool};
 use crate::upstream::server_health::UpstreamHealth;
+use transom_config::clients::ClientsSource;
 use transom_config::rule::GatewayRule;
 use transom_config::upstream::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
 use transom_config::{RouteId, UpstreamId};
@@ -30,7 +31,9 @@ use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::verdict::Verdicts;
 use transom_rules::RouteRulesId;
 use transom_rules::access::CurrentDenyList;
+use transom_rules::client_plans::ClientPlans;
 use transom_rules::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
+use transom_rules::live_clients::ClientsReader;
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::resolved_request::ResolvedRequest;
 use transom_rules::responses::{self, RefusalCache, RefusalResponse, RefusedRequest};
@@ -47,6 +50,7 @@ use transom_store::counter_access::CounterAccess;
 
 pub struct WorkerConfig {
     pub served: Arc<ServedConfig>,
+    clients: Option<ClientsReader>,
     pub route_metrics: IdVec<RouteId, RouteMetrics>,
     pub window_metrics: IdVec<RouteRulesId, WindowMetrics<PlanPosition>>,
     /// `None` for rules without a limit of concurrent requests.
@@ -150,9 +154,15 @@ impl WorkerConfig {
             |rule: &GatewayRule| rule.count_when.as_ref().map(|_| RefundCounter::new(registry, worker_id, &rule.name));
         let counted_clients = served.clients.as_ref().filter(|_| served.config.metrics.clients);
         let client_metrics = counted_clients.map(|clients| {
-            let named = clients.clients.iter();
-            let named = named.map(|client| (client.name.as_str(), clients.plans[client.plan].as_str()));
-            ClientMetrics::new(registry, worker_id, named)
+            let metrics = ClientMetrics::new(registry, worker_id);
+            // Those that the configuration names have series from the start.
+            if served.config.clients.as_ref().is_some_and(|clients| clients.source == ClientsSource::File) {
+                clients
+                    .current()
+                    .iter()
+                    .for_each(|client| _ = metrics.cells(client.number, &client.name, &client.plan));
+            }
+            metrics
         });
         let deny_list = served.access.as_ref().map(|access| access.current());
         let is_entry = |id: &str| deny_list.as_ref().is_some_and(|deny| deny.list().has_entry(id));
@@ -218,6 +228,7 @@ impl WorkerConfig {
             tracer: Tracer::new(config.tracing.as_ref(), outputs.spans, || DroppedSpans::new(registry, worker_id)),
             token_cache: served.token_checker(),
             server_pools,
+            clients: served.clients.as_ref().map(ClientsReader::new),
             served,
             scratch: RefCell::new(DecisionBuffers { context, ..DecisionBuffers::default() }),
         }
@@ -258,6 +269,12 @@ impl WorkerConfig {
     ) {
         let name = |position| self.key_name(resolved, position);
         self.top_keys.name_keys(resolved.rules.charge_plan.rules(), keyed_requests, name);
+    }
+
+    /// All clients as of now, if there are any. The borrow must end before the next await.
+    #[inline]
+    pub fn clients(&self) -> Option<Ref<'_, ClientPlans>> {
+        self.clients.as_ref().map(ClientsReader::current)
     }
 
     /// Whether metrics name the client of a request.

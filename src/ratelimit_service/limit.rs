@@ -270,8 +270,10 @@ impl ServiceConfig {
             .iter()
             .map(|matched| RuleKeyValues { rule: matched.rule, key: &matched.key, cost: matched.hits })
             .collect();
-        let denied_by = self.served().decision_service.denied(&values, now_ms).map(|entry| entry.id);
-        let keyed_rules = self.served().decision_service.key_rules(&values, worker.counters.shared.is_some());
+        let config = worker.config();
+        let (clients, decision_service) = (config.clients(), &self.served().decision_service);
+        let denied_by = decision_service.denied(&values, clients.as_deref(), now_ms).map(|entry| entry.id);
+        let keyed_rules = decision_service.key_rules(&values, clients.as_deref(), worker.counters.shared.is_some());
         let mut rules = IdVec::<PlanPosition, CalledRule>::new();
         let mut positions = SmallVec::new();
         for (source, keyed_rule) in keyed_rules.enumerate() {

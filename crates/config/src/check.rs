@@ -8,7 +8,7 @@ use toml::de::DeTable;
 
 use super::access::{AccessContext, KnownClients, read_access};
 use super::calendar;
-use super::clients::{DefinedPlans, read_clients, report_missing_clients, report_unused_on_unknown_key};
+use super::clients::{ClientsSource, DefinedPlans, read_clients, report_missing_clients, report_unused_on_unknown_key};
 use super::counters::Counters;
 use super::descriptor::report_unused_descriptors;
 use super::diagnostics::{Problem, Report};
@@ -111,14 +111,18 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let any_scheme = is_proxied || !listen_is_valid || misspelled.contains(&"listen");
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.rule.plans).map(|plan| plan.name.as_str()).collect();
     let before = report.count();
-    let clients = read_clients(clients, &DefinedPlans { names: plans, complete: rules.complete }, certs, report);
+    let has_store = counters.shared.is_some() || misspelled.contains(&"counters");
+    let plans = DefinedPlans { names: plans, complete: rules.complete };
+    let clients = read_clients(clients, &plans, certs, has_store, report);
     let clients_complete = report.count() == before && !misspelled.contains(&"clients");
     if clients_complete {
         report_missing_clients(&rules, clients.as_ref(), report);
         report_unused_on_unknown_key(&rules, clients.as_ref(), report);
         report_unused_client_metrics(metrics_item.as_ref().filter(|_| metrics.clients && clients.is_none()), report);
     }
-    let known_clients = KnownClients::new(clients.as_ref(), clients_complete && !report.has_syntax_errors);
+    let has_all_clients = clients.as_ref().is_none_or(|clients| clients.source == ClientsSource::File);
+    let known_clients =
+        KnownClients::new(clients.as_ref(), clients_complete && has_all_clients && !report.has_syntax_errors);
     let context = RouteContext {
         reading: path_reading,
         upstreams: &upstreams,

@@ -6,13 +6,16 @@ use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
 
+use serde_json::Value;
+
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::key::{self, OnUnknownKey};
 use super::key_kind::{CLIENT_CERT, Identifies, JWT, KeyKind};
 use super::listen::ClientCerts;
 use super::named_file::read_named_file;
+use super::redis::TABLE_FIX;
 use super::rule::CheckedRule;
-use super::settings::{Custom, Required, Section, Shape, Text, Texts, section_table};
+use super::settings::{Choice, Custom, Required, Restart, Section, Shape, Text, Texts, section_table};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::{Definitions, check_name, definition_fix, is_pattern, read_digest, read_fingerprint, read_network};
 use transom_limiter::handles::RuleId;
@@ -26,10 +29,22 @@ const API_KEY: &str = "\"header:x-api-key\"";
 const SUBJECT: &str = "\"jwt:sub\"";
 const PLAN_CLAIM: &str = "\"jwt:plan\"";
 
+/// Where the clients are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ClientsSource {
+    File,
+    /// The store of shared counters.
+    Shared,
+}
+
+const SOURCES: [(&str, ClientsSource); 2] = [("file", ClientsSource::File), ("shared", ClientsSource::Shared)];
+
 settings! {
     /// Clients, and the parts of a request that identify them.
     pub struct ClientsSettings {
-        /// The clients file.
+        /// Where the clients are. `"file"`: in the clients file. `"shared"`: in the store of `[counters.shared]`, equal on all gateways.
+        source: ClientsSource = Restart(Choice(ClientsSource::File, &SOURCES));
+        /// The clients file. With `"shared"`: the copy from which a gateway starts while the store is away, and which it writes.
         file: Option<SpannedString> =
             Required(Text("path of a file", "\"clients.toml\""), "write `file = \"clients.toml\"`");
         /// Where requests carry the client's API key; of a list, the first that a request has. `"bearer"`: in
@@ -71,24 +86,19 @@ settings! {
 /// `[clients]` and the clients file: named clients, their plans, and how requests are assigned to them.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Clients {
+    pub source: ClientsSource,
     /// As configured.
     pub file: PathBuf,
     /// The parts of a request that can hold the API key. The first that a request has decides.
     pub api_key: Vec<KeyPart>,
     /// The part of a request that names the subject on whose behalf it is made.
     pub subject: Option<KeyPart>,
-    /// The plans of tokens whose subject no client has.
-    pub token_plans: Option<TokenPlans>,
-    /// In the order of the file.
+    /// The claim with the plan of a token whose subject no client has.
+    pub plan_claim: Option<KeyPart>,
+    /// The plans that rules define, sorted, if those of `list` are not all that there may be.
+    pub defined_plans: Vec<String>,
+    /// In the order of the file. Empty if the clients are in the store.
     pub list: Vec<Client>,
-}
-
-/// How tokens name their plan.
-#[derive(Clone, PartialEq, Debug)]
-pub struct TokenPlans {
-    pub claim: KeyPart,
-    /// The plans that rules define, sorted.
-    pub defined: Vec<String>,
 }
 
 /// One client: requests with one of its API keys or subjects, or from one of its networks.
@@ -99,6 +109,35 @@ pub struct Client {
     pub api_keys: Vec<Digest>,
     pub subjects: Vec<String>,
     pub networks: Vec<Network>,
+}
+
+impl Client {
+    /// A client as the store has it: JSON, with the settings of the clients file. Other members are for others.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with it, without its values.
+    pub fn from_json(name: &str, text: &str) -> Result<Client, String> {
+        let client: Value = serde_json::from_str(text).map_err(|_syntax| "it is not JSON".to_owned())?;
+        let plan = client.get("plan").and_then(Value::as_str).ok_or("`plan` is missing")?.to_owned();
+        let texts = |member: &'static str| -> Result<Vec<&str>, String> {
+            let wrong = || format!("`{member}` is no list of texts");
+            let list = match client.get(member) {
+                None => return Ok(Vec::new()),
+                Some(list) => list.as_array().ok_or_else(wrong)?,
+            };
+            list.iter().map(|text| text.as_str().ok_or_else(wrong)).collect()
+        };
+        let digest = |text: &str| Digest::parse(text).ok_or("a key is no digest");
+        let network = |text: &str| text.parse().map_err(|_invalid| "a network is invalid");
+        Ok(Client {
+            name: name.to_owned(),
+            plan,
+            api_keys: texts("api_keys")?.into_iter().map(digest).collect::<Result<_, _>>()?,
+            subjects: texts("subjects")?.into_iter().map(str::to_owned).collect(),
+            networks: texts("networks")?.into_iter().map(network).collect::<Result<_, _>>()?,
+        })
+    }
 }
 
 impl Clients {
@@ -124,10 +163,16 @@ pub fn read_clients(
     item: Option<Item>,
     plans: &DefinedPlans,
     certs: ClientCerts,
+    has_store: bool,
     report: &mut Report,
 ) -> Option<Clients> {
     let mut table = section_table(item, report)?;
-    let ClientsSettings { file, api_key, subject, plan } = ClientsSettings::read(&mut table, report);
+    let ClientsSettings { source, file, api_key, subject, plan } = ClientsSettings::read(&mut table, report);
+    let is_shared = source == ClientsSource::Shared;
+    if let (true, false, Some(item)) = (is_shared, has_store, table.given("source")) {
+        let message = "there is no store for the clients: `[counters.shared]` is missing";
+        report.missing(item.span, message, TABLE_FIX);
+    }
     let (api_key_item, subject_item) = (table.given("api_key"), table.given("subject"));
     let is_claim = subject.as_ref().is_some_and(|part| JWT.has(part));
     if let (Some(item), false, true) = (table.given("plan"), is_claim, subject.is_some() || table.lacks("subject")) {
@@ -141,6 +186,14 @@ pub fn read_clients(
         report.missing(item.span.clone(), "the gateway does not request client certificates", fix);
     }
     let file = file?;
+    let defined_plans = match is_shared || plan.is_some() {
+        true => plans.names.iter().copied().collect::<BTreeSet<_>>().into_iter().map(str::to_owned).collect(),
+        false => Vec::new(),
+    };
+    if is_shared {
+        let (file, list) = (PathBuf::from(&file.text), Vec::new());
+        return Some(Clients { source, file, api_key, subject, plan_claim: plan, defined_plans, list });
+    }
     let mut reader = ClientsFileReader {
         plans,
         has_api_key: api_key_item.is_some(),
@@ -150,11 +203,7 @@ pub fn read_clients(
     };
     let read = |top: &mut Table, report: &mut Report| reader.read_file(top, report);
     let (file, list) = read_named_file(&file, "the clients file", ADD_COMMAND, report, read)?;
-    let token_plans = plan.map(|claim| {
-        let defined: BTreeSet<&str> = plans.names.iter().copied().collect();
-        TokenPlans { claim, defined: defined.into_iter().map(str::to_owned).collect() }
-    });
-    Some(Clients { file, api_key, subject, token_plans, list })
+    Some(Clients { source, file, api_key, subject, plan_claim: plan, defined_plans, list })
 }
 
 /// Reports rules by client without clients.

@@ -5,8 +5,7 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::ClientId;
-use crate::client_plans::{ClientLookup, ClientPlans, Identity};
+use crate::client_plans::{ClientLookup, Identity};
 use crate::key_source::{KeyError, KeySource, RequestAttributes};
 use transom_config::access::{Allowed, DenyEntry, DenyTarget};
 use transom_config::key_kind::PARAM;
@@ -69,7 +68,7 @@ impl Denial<'_> {
 pub struct DenyList {
     pub entries: Arc<IdVec<DenyId, DenyEntry>>,
     by_network: Networks<DenyId>,
-    by_client: HashMap<ClientId, Vec<DenyId>>,
+    by_client: HashMap<String, Vec<DenyId>>,
     by_key: Vec<DeniedPart>,
 }
 
@@ -94,8 +93,8 @@ enum PartSources {
 #[derive(Debug)]
 struct AllowList {
     networks: Networks<()>,
-    /// Sorted.
-    clients: Vec<ClientId>,
+    /// Names, sorted.
+    clients: Vec<String>,
 }
 
 /// The parts of requests that deny entries name.
@@ -114,7 +113,7 @@ impl CurrentDenyList {
 
 impl AccessControl {
     /// `None` if everyone is let in.
-    pub fn new(config: &Config, clients: Option<&ClientPlans>) -> Option<AccessControl> {
+    pub fn new(config: &Config) -> Option<AccessControl> {
         let is_open = config.access.is_none() && config.routes.iter().all(|route| route.allow.is_empty());
         (!is_open).then(|| AccessControl {
             deny: LiveDenyList {
@@ -122,10 +121,9 @@ impl AccessControl {
                 list: Mutex::new(Arc::new(DenyList::new(
                     config.access.as_ref().map(|access| Arc::clone(&access.deny)).unwrap_or_default(),
                     &config.routes,
-                    clients,
                 ))),
             },
-            allow: config.routes.map(|route| AllowList::new(&route.allow, clients)),
+            allow: config.routes.map(|route| AllowList::new(&route.allow)),
         })
     }
 
@@ -173,16 +171,16 @@ impl AccessControl {
 }
 
 impl AllowList {
-    fn new(allowed: &[Allowed], clients: Option<&ClientPlans>) -> Option<AllowList> {
+    fn new(allowed: &[Allowed]) -> Option<AllowList> {
         let networks = allowed.iter().filter_map(|allowed| match allowed {
             Allowed::Network(network) => Some((*network, ())),
             Allowed::Client(_) => None,
         });
         let named = allowed.iter().filter_map(|allowed| match allowed {
-            Allowed::Client(name) => clients?.named(&name.text),
+            Allowed::Client(name) => Some(name.text.clone()),
             Allowed::Network(_) => None,
         });
-        let mut named: Vec<ClientId> = named.collect();
+        let mut named: Vec<String> = named.collect();
         named.sort_unstable();
         (!allowed.is_empty()).then(|| AllowList { networks: Networks::new(networks), clients: named })
     }
@@ -195,7 +193,7 @@ impl AllowList {
             return Ok(false);
         }
         match clients.identity(request) {
-            Ok(Identity::Client(client)) => Ok(self.clients.binary_search(&client).is_ok()),
+            Ok(Identity::Client(client)) => Ok(self.clients.binary_search(&client.name).is_ok()),
             Ok(Identity::Subject(_) | Identity::Unknown | Identity::Missing) => Ok(false),
             Err((part, error)) => hidden(part, &error).map(|()| false),
         }
@@ -203,22 +201,14 @@ impl AllowList {
 }
 
 impl DenyList {
-    pub fn new(
-        entries: Arc<IdVec<DenyId, DenyEntry>>,
-        routes: &IdVec<RouteId, Route>,
-        clients: Option<&ClientPlans>,
-    ) -> DenyList {
+    pub fn new(entries: Arc<IdVec<DenyId, DenyEntry>>, routes: &IdVec<RouteId, Route>) -> DenyList {
         let mut networks = Vec::new();
-        let mut by_client: HashMap<ClientId, Vec<DenyId>> = HashMap::new();
+        let mut by_client: HashMap<String, Vec<DenyId>> = HashMap::new();
         let mut by_key: Vec<DeniedPart> = Vec::new();
         for (id, entry) in entries.enumerate() {
             match &entry.target {
                 DenyTarget::Network(network) => networks.push((*network, id)),
-                DenyTarget::Client(name) => {
-                    if let Some(client) = clients.and_then(|clients| clients.named(name)) {
-                        by_client.entry(client).or_default().push(id);
-                    }
-                }
+                DenyTarget::Client(name) => by_client.entry(name.clone()).or_default().push(id),
                 DenyTarget::Key(key) => {
                     let (part, value) = &**key;
                     let known = by_key.iter().position(|known| known.part == *part).unwrap_or_else(|| {
@@ -256,7 +246,7 @@ impl DenyList {
         if !self.by_client.is_empty() {
             // A wrong key does not hide a denied client that its address tells.
             let client = clients.client_of(request).or_else(|(part, error)| hidden(part, &error).map(|()| None))?;
-            if let Some(entry) = client.and_then(|client| self.of_client(client, scope)) {
+            if let Some(entry) = client.and_then(|client| self.of_client(&client.name, scope)) {
                 return Ok(Some(entry));
             }
         }
@@ -282,8 +272,8 @@ impl DenyList {
         found.or_else(|| self.first(self.by_network.all_around(embedded), scope).filter(|_| embedded != address))
     }
 
-    pub fn of_client(&self, client: ClientId, scope: Scope) -> Option<&DenyEntry> {
-        self.first(self.by_client.get(&client)?.iter().copied(), scope)
+    pub fn of_client(&self, client: &str, scope: Scope) -> Option<&DenyEntry> {
+        self.first(self.by_client.get(client)?.iter().copied(), scope)
     }
 
     /// The entry that denies the value of a part.

@@ -1,19 +1,24 @@
-//! Finds the client of a request, and its plan: the clients file compiled into maps.
+//! Finds the client of a request, and its plan, in tables of all clients.
 //!
 //! A request is looked up by its API key, then by its subject, then by the most specific network that contains its
-//! address; the first match decides. A lookup allocates nothing and takes the same time for any number of clients. API
+//! address; the first match decides. A lookup allocates nothing and takes the same time for any number of clients. A change of one
+//! client makes a copy, which shares almost everything with the former one: `live_clients` passes copies on to the workers. API
 //! keys are stored as digests only (`transom_limiter::secret_digest`).
 
 use std::cell::OnceCell;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::BuildHasher;
 use std::net::IpAddr;
-use std::sync::{Mutex, OnceLock};
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, OnceLock};
 
+use foldhash::fast::RandomState;
 use serde_json::{Value, json};
 use smallvec::SmallVec;
 
+use super::PlanId;
 use super::key_source::{KeyError, KeySource, RequestAttributes};
-use super::{ClientId, PlanId};
+use super::sharded_table::ShardedTable;
 use transom_config::clients::{Client, Clients};
 use transom_config::key::OnUnknownKey;
 use transom_config::key_kind::{CLIENT, Credentials, Identifies, KeyKind, is_secret_part, number as kind};
@@ -33,20 +38,25 @@ const SUBJECT: &str = "subject:";
 /// Plans that no rule defines are logged up to this number.
 const UNDEFINED_PLANS_MAX: usize = 64;
 
-/// The compiled clients file.
-#[derive(Debug)]
+/// All clients, and where requests name them.
+#[derive(Clone, Debug)]
 pub struct ClientPlans {
+    sources: Arc<ClientSources>,
+    by_name: ShardedTable<Arc<KnownClient>>,
+    by_api_key: ShardedTable<(Digest, Arc<KnownClient>)>,
+    by_subject: ShardedTable<(Arc<KnownClient>, u32)>,
+    by_network: Arc<ClientNetworks>,
+    /// The number of the next client.
+    next_number: usize,
+}
+
+/// Where requests name clients, and the plans that clients can have: what the configuration says.
+#[derive(Debug)]
+pub struct ClientSources {
     /// Names of the plans that a client can have, sorted.
     pub plans: IdVec<PlanId, String>,
-    /// In the order of the file.
-    pub clients: IdVec<ClientId, KnownClient>,
-    /// Sorted by name.
-    by_name: Box<[ClientId]>,
     api_keys: Vec<ClientSource>,
-    by_api_key: HashMap<Digest, ClientId>,
     subject: Option<ClientSource>,
-    by_subject: HashMap<Box<[u8]>, ClientId>,
-    by_network: Networks<ClientId>,
     /// The claim with the plan of a subject that no client has.
     plan_claim: Option<KeySource>,
     /// Logs a plan of a token that no rule defines.
@@ -55,13 +65,56 @@ pub struct ClientPlans {
     undefined_plans: Mutex<BTreeSet<String>>,
     /// Whether some rule counts by client.
     counts_clients: bool,
+    hasher: RandomState,
 }
 
-/// A client of the clients file.
+/// A client that requests can belong to.
 #[derive(Debug)]
 pub struct KnownClient {
-    pub name: String,
-    pub plan: PlanId,
+    client: Client,
+    pub plan_id: PlanId,
+    /// Distinguishes it from the other clients and their former states.
+    pub number: usize,
+}
+
+impl Deref for KnownClient {
+    type Target = Client;
+
+    fn deref(&self) -> &Client {
+        &self.client
+    }
+}
+
+/// The clients that have networks.
+#[derive(Debug)]
+struct ClientNetworks {
+    by_name: BTreeMap<String, Arc<KnownClient>>,
+    /// The values are positions in `clients`.
+    networks: Networks<u32>,
+    clients: Vec<Arc<KnownClient>>,
+}
+
+impl ClientNetworks {
+    fn new(by_name: BTreeMap<String, Arc<KnownClient>>) -> ClientNetworks {
+        let clients: Vec<Arc<KnownClient>> = by_name.values().cloned().collect();
+        let networks = clients
+            .iter()
+            .zip(0..)
+            .flat_map(|(client, position)| client.networks.iter().map(move |network| (*network, position)));
+        ClientNetworks { networks: Networks::new(networks), by_name, clients }
+    }
+
+    fn most_specific(&self, address: IpAddr) -> Option<&KnownClient> {
+        Some(&self.clients[self.networks.most_specific(address)? as usize])
+    }
+}
+
+impl Deref for ClientPlans {
+    type Target = ClientSources;
+
+    fn deref(&self) -> &ClientSources {
+        &self.sources
+    }
 }
 
 /// A client as configured. `digest` writes the digest of an API key, and of a subject that is a secret.
@@ -91,19 +144,10 @@ struct ClientSource {
     noun: &'static str,
 }
 
-impl ClientPlans {
-    pub fn new(configured: &Clients) -> ClientPlans {
-        let of_tokens = configured.token_plans.iter().flat_map(|plans| &plans.defined);
+impl ClientSources {
+    fn new(configured: &Clients, counts_clients: bool) -> ClientSources {
         let of_clients = configured.list.iter().map(|client| &client.plan);
-        let plans: BTreeSet<&str> = of_clients.chain(of_tokens).map(String::as_str).collect();
-        let plans: IdVec<PlanId, String> = plans.into_iter().map(str::to_owned).collect();
-        // The search always succeeds: `plans` was collected from these clients.
-        let plan = |plan: &String| PlanId::at(plans.as_slice().binary_search(plan).unwrap_or_default());
-        let known = |client: &Client| KnownClient { name: client.name.clone(), plan: plan(&client.plan) };
-        let clients: IdVec<ClientId, KnownClient> = configured.list.iter().map(known).collect();
-        let mut by_name: Box<[ClientId]> = clients.ids().collect();
-        by_name.sort_unstable_by_key(|client| &clients[*client].name);
-        let all = || configured.list.iter().zip(clients.ids());
+        let plans: BTreeSet<&str> = of_clients.chain(&configured.defined_plans).map(String::as_str).collect();
         // Path parameters belong to one route and cannot name a client.
         let source = |part: &KeyPart, is_api_key: bool| ClientSource {
             part: part.clone(),
@@ -114,40 +158,164 @@ impl ClientPlans {
                 _ => "API key",
             },
         };
-        ClientPlans {
+        ClientSources {
+            plans: plans.into_iter().map(str::to_owned).collect(),
             api_keys: configured.api_key.iter().map(|part| source(part, true)).collect(),
-            by_api_key: all().flat_map(|(client, id)| client.api_keys.iter().map(move |key| (*key, id))).collect(),
             subject: configured.subject.as_ref().map(|part| source(part, false)),
-            by_subject: all()
-                .flat_map(|(client, id)| client.subjects.iter().map(move |subject| (subject.as_bytes().into(), id)))
-                .collect(),
-            by_network: Networks::new(
-                all().flat_map(|(client, id)| client.networks.iter().map(move |network| (*network, id))),
-            ),
-            plan_claim: configured.token_plans.as_ref().map(|plans| KeySource::new(&plans.claim, &[])),
+            plan_claim: configured.plan_claim.as_ref().map(|claim| KeySource::new(claim, &[])),
             on_undefined_plan: OnceLock::new(),
             undefined_plans: Mutex::default(),
-            by_name,
-            plans,
-            clients,
-            counts_clients: false,
+            counts_clients,
+            hasher: RandomState::default(),
         }
     }
 
-    /// Reports requests by the clients by whom rules count.
-    pub fn with_reports(self, counts_clients: bool) -> ClientPlans {
-        ClientPlans { counts_clients, ..self }
+    /// The plan of this name, if a client can have it. Another one is logged.
+    fn plan_named(&self, name: &str) -> Option<PlanId> {
+        let found = self.plans.as_slice().binary_search_by(|plan| plan.as_str().cmp(name));
+        found.map(PlanId::at).map_err(|_nowhere| self.log_undefined_plan(name)).ok()
+    }
+
+    /// Logs a plan once. The number of plans is bounded, so that an issuer cannot fill memory.
+    #[cold]
+    fn log_undefined_plan(&self, name: &str) {
+        if let Ok(mut logged) = self.undefined_plans.try_lock()
+            && logged.len() < UNDEFINED_PLANS_MAX
+            && logged.insert(name.to_owned())
+            && let Some(log) = self.on_undefined_plan.get()
+        {
+            log(name);
+        }
+    }
+
+    /// The parts of a rule's key that name clients.
+    pub fn client_parts(&self, key: &[KeyPart]) -> Vec<ClientPart> {
+        let client_part = |(position, part): (usize, &KeyPart)| {
+            let api_key = self.api_keys.iter().position(|source| source.part == *part);
+            let is_subject = self.subject.as_ref().is_some_and(|source| source.part == *part);
+            let part = ClientPart { position, is_name: CLIENT.has(part), api_key, is_subject };
+            (part.is_name || api_key.is_some() || is_subject).then_some(part)
+        };
+        key.iter().enumerate().filter_map(client_part).collect()
+    }
+
+    fn hash_of_name(&self, client: &Arc<KnownClient>) -> u64 {
+        self.hasher.hash_one(client.name.as_str())
+    }
+
+    fn hash_of_subject(&self, (client, position): &(Arc<KnownClient>, u32)) -> u64 {
+        self.hasher.hash_one(client.subjects[*position as usize].as_bytes())
+    }
+}
+
+/// The digest is as random as a hash.
+fn hash_of_digest(digest: &Digest) -> u64 {
+    digest.bytes().first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}
+
+impl ClientPlans {
+    /// The clients of the clients file. `counts_clients`: whether some rule counts by client.
+    pub fn new(configured: &Clients, counts_clients: bool) -> ClientPlans {
+        let clients = configured.list.len();
+        let mut plans = ClientPlans {
+            sources: Arc::new(ClientSources::new(configured, counts_clients)),
+            by_name: ShardedTable::for_entries(clients),
+            by_api_key: ShardedTable::for_entries(clients),
+            by_subject: ShardedTable::for_entries(0),
+            by_network: Arc::new(ClientNetworks::new(BTreeMap::new())),
+            next_number: 0,
+        };
+        plans.change(configured.list.iter().map(|client| (client.name.as_str(), Some(client.clone()))));
+        plans
+    }
+
+    /// These sources, without clients.
+    pub fn without_clients(&self, clients: usize) -> ClientPlans {
+        ClientPlans {
+            sources: Arc::clone(&self.sources),
+            by_name: ShardedTable::for_entries(clients),
+            by_api_key: ShardedTable::for_entries(clients),
+            by_subject: ShardedTable::for_entries(0),
+            by_network: Arc::new(ClientNetworks::new(BTreeMap::new())),
+            next_number: self.next_number,
+        }
+    }
+
+    /// Sets or removes clients. One whose plan no rule defines is unknown.
+    pub fn change<'c>(&mut self, changes: impl Iterator<Item = (&'c str, Option<Client>)>) {
+        let mut networked = None;
+        for (name, client) in changes {
+            let former = self.named(name).cloned();
+            let plan = client.as_ref().and_then(|client| self.plan_named(&client.plan));
+            let has_networks = |client: &Client| !client.networks.is_empty();
+            if former.as_deref().is_some_and(|former| has_networks(former)) || client.as_ref().is_some_and(has_networks)
+            {
+                networked.get_or_insert_with(|| self.by_network.by_name.clone()).remove(name);
+            }
+            let number = match former {
+                Some(former) => {
+                    self.remove(&former);
+                    if plan == Some(former.plan_id) { former.number } else { self.next_number }
+                }
+                None => self.next_number,
+            };
+            let (Some(client), Some(plan_id)) = (client, plan) else { continue };
+            self.next_number = self.next_number.max(number + 1);
+            let client = Arc::new(KnownClient { client, plan_id, number });
+            if let (Some(networked), true) = (&mut networked, has_networks(&client)) {
+                networked.insert(name.to_owned(), Arc::clone(&client));
+            }
+            self.insert(client);
+        }
+        if let Some(networked) = networked {
+            self.by_network = Arc::new(ClientNetworks::new(networked));
+        }
+    }
+
+    fn insert(&mut self, client: Arc<KnownClient>) {
+        let sources = &self.sources;
+        for key in &client.api_keys {
+            // Of two clients with one key, the last one has it.
+            self.by_api_key.remove(hash_of_digest(key), |(known, _)| known == key);
+            self.by_api_key.insert((*key, Arc::clone(&client)), |(key, _)| hash_of_digest(key));
+        }
+        for (position, subject) in (0..).zip(&client.subjects) {
+            let hash = sources.hasher.hash_one(subject.as_bytes());
+            self.by_subject.remove(hash, |(known, position)| known.subjects[*position as usize] == *subject);
+            self.by_subject.insert((Arc::clone(&client), position), |entry| sources.hash_of_subject(entry));
+        }
+        self.by_name.insert(client, |client| sources.hash_of_name(client));
+    }
+
+    fn remove(&mut self, client: &Arc<KnownClient>) {
+        let is_client = |known: &Arc<KnownClient>| Arc::ptr_eq(known, client);
+        for key in &client.api_keys {
+            self.by_api_key.remove(hash_of_digest(key), |(known, owner)| known == key && is_client(owner));
+        }
+        for (position, subject) in (0..).zip(&client.subjects) {
+            let hash = self.sources.hasher.hash_one(subject.as_bytes());
+            self.by_subject.remove(hash, |(owner, known)| *known == position && is_client(owner));
+        }
+        self.by_name.remove(self.sources.hash_of_name(client), is_client);
     }
 
     /// The client of this name.
-    pub fn named(&self, name: &str) -> Option<ClientId> {
-        let found = self.by_name.binary_search_by(|client| self.clients[*client].name.as_str().cmp(name));
-        found.ok().map(|position| self.by_name[position])
+    pub fn named(&self, name: &str) -> Option<&Arc<KnownClient>> {
+        self.by_name.find(self.hasher.hash_one(name), |client| client.name == name)
     }
 
-    fn by_api_key(&self, key: &[u8]) -> Option<ClientId> {
+    /// All clients, in no order.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<KnownClient>> {
+        self.by_name.iter()
+    }
+
+    fn by_api_key(&self, key: &[u8]) -> Option<&KnownClient> {
         match key.len() {
-            0..=SECRET_MAX_BYTES => self.by_api_key.get(&Digest::of(key)).copied(),
+            0..=SECRET_MAX_BYTES => {
+                let digest = Digest::of(key);
+                let found = self.by_api_key.find(hash_of_digest(&digest), |(known, _)| *known == digest);
+                found.map(|(_, client)| &**client)
+            }
             _ => None,
         }
     }
@@ -157,7 +325,7 @@ impl ClientPlans {
     fn find_by_api_key<'a>(
         &'a self,
         request: &RequestAttributes<'_>,
-    ) -> Result<(Option<&'a ClientSource>, Named), LookupError<'a>> {
+    ) -> Result<(Option<&'a ClientSource>, Named<'a>), LookupError<'a>> {
         for source in &self.api_keys {
             match look_up(Some(source), request, |key| self.by_api_key(key))? {
                 Named::Absent => {}
@@ -216,25 +384,18 @@ impl ClientPlans {
         self.subject.as_ref().is_some_and(|source| matches!(source.source, KeySource::Jwt(_)))
     }
 
-    fn by_subject(&self, subject: &[u8]) -> Option<ClientId> {
-        self.by_subject.get(subject).copied()
-    }
-
-    /// The parts of a rule's key that name clients.
-    pub fn client_parts(&self, key: &[KeyPart]) -> Vec<ClientPart> {
-        let client_part = |(position, part): (usize, &KeyPart)| {
-            let api_key = self.api_keys.iter().position(|source| source.part == *part);
-            let is_subject = self.subject.as_ref().is_some_and(|source| source.part == *part);
-            let part = ClientPart { position, is_name: CLIENT.has(part), api_key, is_subject };
-            (part.is_name || api_key.is_some() || is_subject).then_some(part)
-        };
-        key.iter().enumerate().filter_map(client_part).collect()
+    fn by_subject(&self, subject: &[u8]) -> Option<&KnownClient> {
+        let is_subject =
+            |(client, position): &(Arc<KnownClient>, u32)| client.subjects[*position as usize].as_bytes() == subject;
+        let found = self.by_subject.find(self.hasher.hash_one(subject), is_subject);
+        found.map(|(client, _)| &**client)
     }
 
     /// The client that the value of a part of a rule's key names.
-    pub fn named_by(&self, part: &ClientPart, value: &[u8]) -> CallerIdentity {
+    pub fn named_by(&self, part: &ClientPart, value: &[u8]) -> CallerIdentity<'_> {
+        let by_name = || self.named(std::str::from_utf8(value).ok()?).map(|client| &**client);
         CallerIdentity {
-            by_name: part.is_name.then(|| self.named(std::str::from_utf8(value).ok()?)).flatten(),
+            by_name: part.is_name.then(by_name).flatten(),
             is_subject: part.is_name && self.plan_claim.is_some() && value.starts_with(SUBJECT.as_bytes()),
             by_api_key: part.api_key.and_then(|_source| self.by_api_key(value)),
             by_subject: part.is_subject.then(|| self.by_subject(value)).flatten(),
@@ -249,12 +410,12 @@ impl ClientPlans {
         }
         let part = *self.client_parts(std::slice::from_ref(part)).first()?;
         let named = self.named_by(&part, value);
-        named.by_api_key.or(named.by_subject).map(|client| self.clients[client].name.as_str())
+        named.by_api_key.or(named.by_subject).map(|client| client.name.as_str())
     }
 
-    fn plan_of_named(&self, named: Named) -> Option<PlanId> {
+    fn plan_of_named(&self, named: Named<'_>) -> Option<PlanId> {
         match named {
-            Named::Client(client) => Some(self.clients[client].plan),
+            Named::Client(client) => Some(client.plan_id),
             Named::OfPlan(plan) => Some(plan),
             Named::Absent | Named::Unknown => None,
         }
@@ -263,55 +424,39 @@ impl ClientPlans {
     /// The plan that a token names, which is verified already. A token that lacks the subject has none.
     fn plan_of_token(&self, claim: &KeySource, request: &RequestAttributes<'_>) -> Option<PlanId> {
         let mut plan = None;
-        let mut take = |_kind, name: &[u8]| {
-            let name = String::from_utf8_lossy(name);
-            let found = self.plans.as_slice().binary_search_by(|plan| plan.as_str().cmp(&name));
-            plan = found.map(PlanId::at).map_err(|_nowhere| self.log_undefined_plan(&name)).ok();
-        };
+        let mut take = |_kind, name: &[u8]| plan = self.plan_named(&String::from_utf8_lossy(name));
         let has_subject = self.subject.as_ref()?.source.feed(request, &mut |_kind, _subject| ()).is_ok();
         claim.feed(request, &mut take).ok().filter(|()| has_subject)?;
         plan
     }
 
-    /// Logs a plan once. The number of plans is bounded, so that an issuer cannot fill memory.
-    #[cold]
-    fn log_undefined_plan(&self, name: &str) {
-        if let Ok(mut logged) = self.undefined_plans.try_lock()
-            && logged.len() < UNDEFINED_PLANS_MAX
-            && logged.insert(name.to_owned())
-            && let Some(log) = self.on_undefined_plan.get()
-        {
-            log(name);
-        }
-    }
-
     /// The client of a caller, as of a request with the same values.
-    pub fn client_of(&self, caller: &CallerIdentity) -> Option<ClientId> {
+    pub fn client_of<'c>(&'c self, caller: &CallerIdentity<'c>) -> Option<&'c KnownClient> {
         // The plan of a subject of no client is in its token only; the network of a client does not give it another.
         let by_network = || self.by_network.most_specific(caller.address.filter(|_| !caller.is_subject)?);
         caller.by_name.or(caller.by_api_key).or(caller.by_subject).or_else(by_network)
     }
 
     /// The plan of [`ClientPlans::client_of`].
-    pub fn plan_of(&self, caller: &CallerIdentity) -> Option<PlanId> {
-        self.client_of(caller).map(|client| self.clients[client].plan)
+    pub fn plan_of(&self, caller: &CallerIdentity<'_>) -> Option<PlanId> {
+        self.client_of(caller).map(|client| client.plan_id)
     }
 }
 
 /// Who calls the decision API, as far as the values of keys tell.
 #[derive(Clone, Copy, Default, Debug)]
-pub struct CallerIdentity {
-    pub by_name: Option<ClientId>,
+pub struct CallerIdentity<'c> {
+    pub by_name: Option<&'c KnownClient>,
     /// Whether a subject of no client is named, whose plan its token would tell.
     pub is_subject: bool,
-    pub by_api_key: Option<ClientId>,
-    pub by_subject: Option<ClientId>,
+    pub by_api_key: Option<&'c KnownClient>,
+    pub by_subject: Option<&'c KnownClient>,
     pub address: Option<IpAddr>,
 }
 
-impl CallerIdentity {
+impl<'c> CallerIdentity<'c> {
     /// Takes what is unknown from `other`.
-    pub fn or(self, other: CallerIdentity) -> CallerIdentity {
+    pub fn or(self, other: CallerIdentity<'c>) -> CallerIdentity<'c> {
         CallerIdentity {
             by_name: self.by_name.or(other.by_name),
             is_subject: self.is_subject || other.is_subject,
@@ -328,19 +473,19 @@ impl CallerIdentity {
 }
 
 /// What a part of a request tells about its client.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Named {
+#[derive(Clone, Copy, Debug)]
+enum Named<'c> {
     /// The request does not have the part.
     Absent,
     /// It belongs to no client.
     Unknown,
-    Client(ClientId),
+    Client(&'c KnownClient),
     /// It is the subject of no client, and the token names this plan.
     OfPlan(PlanId),
 }
 
-impl Named {
-    fn client(self) -> Option<ClientId> {
+impl<'c> Named<'c> {
+    fn client(self) -> Option<&'c KnownClient> {
         match self {
             Named::Client(client) => Some(client),
             Named::Absent | Named::Unknown | Named::OfPlan(_) => None,
@@ -349,9 +494,9 @@ impl Named {
 }
 
 /// The client of a request under rules by client. A revoked key is unknown, even if the address belongs to a client.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Identity {
-    Client(ClientId),
+#[derive(Clone, Copy, Debug)]
+pub enum Identity<'c> {
+    Client(&'c KnownClient),
     /// A subject of no client, with the plan that its token names.
     Subject(PlanId),
     /// What the request has belongs to no client.
@@ -365,11 +510,11 @@ pub type LookupError<'a> = (&'a str, KeyError);
 
 /// The client of one request. It is looked up when first asked for, and once for all rules. Errors are not remembered.
 pub struct ClientLookup<'a> {
-    /// `None` without a clients file.
+    /// `None` without clients.
     pub plans: Option<&'a ClientPlans>,
-    by_api_key: OnceCell<Named>,
-    by_subject: OnceCell<Named>,
-    by_network: OnceCell<Option<ClientId>>,
+    by_api_key: OnceCell<Named<'a>>,
+    by_subject: OnceCell<Named<'a>>,
+    by_network: OnceCell<Option<&'a KnownClient>>,
 }
 
 impl<'a> ClientLookup<'a> {
@@ -379,7 +524,7 @@ impl<'a> ClientLookup<'a> {
     }
 
     /// The lookup of a request whose client is given; `None`: an unknown client.
-    pub fn known(plans: Option<&'a ClientPlans>, client: Option<ClientId>) -> ClientLookup<'a> {
+    pub fn known(plans: Option<&'a ClientPlans>, client: Option<&'a KnownClient>) -> ClientLookup<'a> {
         let named = client.map_or(Named::Unknown, Named::Client);
         ClientLookup {
             by_api_key: OnceCell::from(named),
@@ -390,7 +535,7 @@ impl<'a> ClientLookup<'a> {
     }
 
     /// The client by API key, else by subject, else by network: the first that is found.
-    pub fn client_of(&self, request: &RequestAttributes<'_>) -> Result<Option<ClientId>, LookupError<'a>> {
+    pub fn client_of(&self, request: &RequestAttributes<'_>) -> Result<Option<&'a KnownClient>, LookupError<'a>> {
         let Some(plans) = self.plans else { return Ok(None) };
         Ok(self.first_found(plans, request)?.client())
     }
@@ -401,7 +546,11 @@ impl<'a> ClientLookup<'a> {
         Ok(plans.plan_of_named(self.first_found(plans, request)?))
     }
 
-    fn first_found(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Result<Named, LookupError<'a>> {
+    fn first_found(
+        &self,
+        plans: &'a ClientPlans,
+        request: &RequestAttributes<'_>,
+    ) -> Result<Named<'a>, LookupError<'a>> {
         let mut named = self.by_api_key(plans, request)?;
         if named.client().is_none() {
             named = self.by_subject(plans, request)?;
@@ -413,7 +562,7 @@ impl<'a> ClientLookup<'a> {
     }
 
     /// The client by whom rules count. Only a request without API key and subject belongs to the client of its network.
-    pub fn identity(&self, request: &RequestAttributes<'_>) -> Result<Identity, LookupError<'a>> {
+    pub fn identity(&self, request: &RequestAttributes<'_>) -> Result<Identity<'a>, LookupError<'a>> {
         let Some(plans) = self.plans else { return Ok(Identity::Missing) };
         let named = match self.by_api_key(plans, request)? {
             Named::Absent => self.by_subject(plans, request)?,
@@ -429,10 +578,10 @@ impl<'a> ClientLookup<'a> {
 
     /// The plan of [`ClientLookup::identity`].
     pub fn plan_of_identity(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, LookupError<'a>> {
-        Ok(match (self.identity(request)?, self.plans) {
-            (Identity::Client(client), Some(plans)) => Some(plans.clients[client].plan),
-            (Identity::Subject(plan), _) => Some(plan),
-            (Identity::Client(_) | Identity::Unknown | Identity::Missing, _) => None,
+        Ok(match self.identity(request)? {
+            Identity::Client(client) => Some(client.plan_id),
+            Identity::Subject(plan) => Some(plan),
+            Identity::Unknown | Identity::Missing => None,
         })
     }
 
@@ -441,17 +590,14 @@ impl<'a> ClientLookup<'a> {
     pub fn variables(&self, request: &RequestAttributes<'_>) -> (&'a str, &'a str) {
         let Some(plans) = self.plans else { return ("", "") };
         match self.identity(request) {
-            Ok(Identity::Client(client)) => {
-                let KnownClient { name, plan } = &plans.clients[client];
-                (name, &plans.plans[*plan])
-            }
+            Ok(Identity::Client(client)) => (&client.name, &client.plan),
             Ok(Identity::Subject(plan)) => ("", &plans.plans[plan]),
             Ok(Identity::Unknown | Identity::Missing) | Err(_) => ("", ""),
         }
     }
 
     /// The client for reports: by whom rules count, if some rule does so.
-    pub fn reported_client(&self, request: &RequestAttributes<'_>) -> Option<ClientId> {
+    pub fn reported_client(&self, request: &RequestAttributes<'_>) -> Option<&'a KnownClient> {
         match self.plans?.counts_clients {
             true => match self.identity(request) {
                 Ok(Identity::Client(client)) => Some(client),
@@ -470,8 +616,7 @@ impl<'a> ClientLookup<'a> {
     ) -> Result<(), KeyError> {
         match self.identity(request).map_err(|(_, error)| error)? {
             Identity::Client(client) => {
-                let name = self.plans.map(|plans| plans.clients[client].name.as_bytes());
-                take(kind::CLIENT, name.unwrap_or_default());
+                take(kind::CLIENT, client.name.as_bytes());
                 Ok(())
             }
             Identity::Subject(_) => {
@@ -494,7 +639,8 @@ impl<'a> ClientLookup<'a> {
         match self.identity(request) {
             Err((part, _)) => Some(part),
             Ok(Identity::Unknown) => {
-                let of_api_key = plans.find_by_api_key(request).ok().filter(|(_, named)| *named == Named::Unknown);
+                let of_api_key =
+                    plans.find_by_api_key(request).ok().filter(|(_, named)| matches!(named, Named::Unknown));
                 let source = of_api_key.and_then(|(source, _)| source).or(plans.subject.as_ref())?;
                 Some(source.name.as_str())
             }
@@ -521,11 +667,19 @@ impl<'a> ClientLookup<'a> {
             || (part.is_subject && is_known(self.by_subject(plans, request).map_err(drop_name)?)))
     }
 
-    fn by_api_key(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Result<Named, LookupError<'a>> {
+    fn by_api_key(
+        &self,
+        plans: &'a ClientPlans,
+        request: &RequestAttributes<'_>,
+    ) -> Result<Named<'a>, LookupError<'a>> {
         remember(&self.by_api_key, || plans.find_by_api_key(request).map(|(_source, named)| named))
     }
 
-    fn by_subject(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Result<Named, LookupError<'a>> {
+    fn by_subject(
+        &self,
+        plans: &'a ClientPlans,
+        request: &RequestAttributes<'_>,
+    ) -> Result<Named<'a>, LookupError<'a>> {
         remember(&self.by_subject, || {
             let named = look_up(plans.subject.as_ref(), request, |subject| plans.by_subject(subject))?;
             Ok(match (named, &plans.plan_claim) {
@@ -535,7 +689,7 @@ impl<'a> ClientLookup<'a> {
         })
     }
 
-    fn by_network(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Option<ClientId> {
+    fn by_network(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Option<&'a KnownClient> {
         *self.by_network.get_or_init(|| plans.by_network.most_specific(request.address))
     }
 }
@@ -544,8 +698,8 @@ impl<'a> ClientLookup<'a> {
 fn look_up<'s>(
     source: Option<&'s ClientSource>,
     request: &RequestAttributes<'_>,
-    find: impl Fn(&[u8]) -> Option<ClientId>,
-) -> Result<Named, LookupError<'s>> {
+    find: impl Fn(&[u8]) -> Option<&'s KnownClient>,
+) -> Result<Named<'s>, LookupError<'s>> {
     let Some(source) = source else { return Ok(Named::Absent) };
     let mut client = None;
     match source.source.feed_key(request, &mut |_kind, value| client = find(value)) {
@@ -619,9 +773,9 @@ pub struct ClientPart {
 
 impl ClientCheck {
     /// `None` if the rule counts all keys.
-    pub fn new(on_unknown: OnUnknownKey, key: &[KeyPart], plans: Option<&ClientPlans>) -> Option<ClientCheck> {
-        let plans = plans.filter(|_| on_unknown != OnUnknownKey::Count)?;
-        let parts = plans.client_parts(key);
+    pub fn new(on_unknown: OnUnknownKey, key: &[KeyPart], sources: Option<&ClientSources>) -> Option<ClientCheck> {
+        let sources = sources.filter(|_| on_unknown != OnUnknownKey::Count)?;
+        let parts = sources.client_parts(key);
         let is_missing = on_unknown == OnUnknownKey::Missing;
         (!parts.is_empty()).then_some(ClientCheck { parts, is_missing })
     }

@@ -14,6 +14,7 @@ use crate::access::{self, AccessControl};
 use crate::client_plans::{ClientCheck, ClientPlans};
 use crate::descriptors::DescriptorIndex;
 use crate::key_source::HashKey;
+use crate::live_clients::LiveClients;
 use crate::overrides::Overrides;
 use crate::rate_limit_key::RuleKey;
 use crate::ratelimit_headers::RateLimitTemplate;
@@ -57,7 +58,7 @@ pub struct CompiledConfig {
     /// Form of refusals.
     pub refusal_templates: IdVec<RuleId, RefusalTemplate>,
     /// Clients of the clients file.
-    pub clients: Option<Arc<ClientPlans>>,
+    pub clients: Option<Arc<LiveClients>>,
     /// Who is let in; `None`: everyone.
     pub access: Option<Arc<AccessControl>>,
     pub routes: IdVec<RouteId, CompiledRoute>,
@@ -78,6 +79,15 @@ pub struct CompiledConfig {
     actions: Vec<RouteActions>,
     /// Fields that a key, a cost, a client or a route depends on. A client cannot remove them by listing them in Connection.
     pub key_fields: Vec<HeaderName>,
+}
+
+/// What changes while the configuration stays.
+#[derive(Default)]
+pub struct LiveData {
+    /// The clients in the store.
+    pub clients: Option<Arc<LiveClients>>,
+    /// The fetched keys for tokens.
+    pub published_keys: Option<Arc<PublishedKeys>>,
 }
 
 /// What belongs to a route in other tables. Small, so that thousands of routes stay in the CPU cache.
@@ -101,23 +111,24 @@ pub struct RouteRules {
 }
 
 impl CompiledConfig {
-    /// `rule_set` is compiled from the rules of `config`.
-    pub fn new(
-        config: Config,
-        seed: Seed,
-        rule_set: RuleSet,
-        published_keys: Option<Arc<PublishedKeys>>,
-    ) -> CompiledConfig {
-        let rule_set = Arc::new(rule_set);
+    /// The clients of a configuration, without those in the store.
+    pub fn client_plans(config: &Config) -> Option<ClientPlans> {
         let name_client = |route: &Route| route.actions.as_ref().is_some_and(|actions| actions.name_client());
         let counts_clients =
             config.rules.iter().any(GatewayRule::counts_clients) || config.routes.iter().any(name_client);
-        let clients = config.clients.as_ref().map(|clients| ClientPlans::new(clients).with_reports(counts_clients));
-        let clients = clients.map(Arc::new);
-        let overrides_of =
-            |rule: &CompiledRule| RuleKey::compile_overrides(rule, clients.as_deref(), seed).map(Arc::new);
+        config.clients.as_ref().map(|clients| ClientPlans::new(clients, counts_clients))
+    }
+
+    /// `rule_set` is compiled from the rules of `config`.
+    pub fn new(config: Config, seed: Seed, rule_set: RuleSet, live: LiveData) -> CompiledConfig {
+        let LiveData { clients, published_keys } = live;
+        let clients = clients.or_else(|| CompiledConfig::client_plans(&config).map(LiveClients::new));
+        let rule_set = Arc::new(rule_set);
+        let sources = clients.as_ref().map(|clients| clients.current());
+        let sources = sources.as_deref().map(|plans| &**plans);
+        let overrides_of = |rule: &CompiledRule| RuleKey::compile_overrides(rule, sources, seed).map(Arc::new);
         let overrides: IdVec<RuleId, _> = rule_set.rules.map(overrides_of);
-        let client_check = |rule: &GatewayRule| ClientCheck::new(rule.on_unknown_key, &rule.key, clients.as_deref());
+        let client_check = |rule: &GatewayRule| ClientCheck::new(rule.on_unknown_key, &rule.key, sources);
         let client_checks: IdVec<RuleId, _> = config.rules.map(client_check);
         let (mut route_rules, mut actions) = (IdVec::new(), Vec::new());
         let mut known: BTreeMap<_, RouteRulesId> = BTreeMap::new();
@@ -135,7 +146,7 @@ impl CompiledConfig {
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
             routes.push(CompiledRoute { rules, upstream: route.upstream, action });
         }
-        let access = AccessControl::new(&config, clients.as_deref()).map(Arc::new);
+        let access = AccessControl::new(&config).map(Arc::new);
         let hash_keys = config.upstreams.map(|upstream| HashKey::new(&upstream.policy.balance));
         let key_fields = key_fields(&config);
         let claims = claims(&config);
@@ -264,7 +275,7 @@ fn key_fields(config: &Config) -> Vec<HeaderName> {
 }
 
 fn claims(config: &Config) -> Vec<String> {
-    let plan = config.clients.as_ref().and_then(|clients| clients.token_plans.as_ref()).map(|plans| &plans.claim);
+    let plan = config.clients.as_ref().and_then(|clients| clients.plan_claim.as_ref());
     let names = parts(config).chain(plan).filter(|part| JWT.has(part)).filter_map(KeyPart::name);
     names.collect::<BTreeSet<_>>().into_iter().map(str::to_owned).collect()
 }

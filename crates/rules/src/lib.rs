@@ -5,7 +5,8 @@
 //! reads a clock, and the limiter decides.
 //!
 //! `compiled_config` is the entry point, and `resolved_request` finds the route and the keys of a request. Routes: `router`,
-//! `route_actions`, `descriptors`. Who is let in: `access`. Keys: `key_source`, `rate_limit_key`, `store_key_text`, `client_plans`, `overrides`,
+//! `route_actions`, `descriptors`. Who is let in: `access`. Keys: `key_source`, `rate_limit_key`, `store_key_text`, `client_plans` (with
+//! `sharded_table`, `live_clients`), `overrides`,
 //! `top_keys`. Responses: `responses` (with status codes), `ratelimit_headers`, `response_cost`.
 
 use transom_limiter::handles;
@@ -15,6 +16,7 @@ pub mod client_plans;
 pub mod compiled_config;
 pub mod descriptors;
 pub mod key_source;
+pub mod live_clients;
 pub mod overrides;
 pub mod rate_limit_key;
 pub mod ratelimit_headers;
@@ -23,14 +25,13 @@ pub mod response_cost;
 pub mod responses;
 pub mod route_actions;
 pub mod router;
+pub mod sharded_table;
 pub mod store_key_text;
 pub mod top_keys;
 
 handles! {
     /// A list of rules of a configuration; routes with equal lists share one.
     RouteRulesId,
-    /// A client of the clients file.
-    ClientId,
     /// A plan that has a client.
     PlanId,
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use http::header::{HeaderMap, HeaderName};
 use serde_json::{Value, json};
 
-use super::client_plans::{ClientCheck, ClientLookup, ClientPlans};
+use super::client_plans::{ClientCheck, ClientLookup, ClientSources};
 use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::overrides::{self, Overrides, RuleTreatment};
 use super::store_key_text::{DIGEST, KeyDigester, KeyTextFormat};
@@ -201,7 +201,7 @@ impl RuleKey {
     }
 
     /// Compiles the exemptions and overrides of a rule; the result serves all routes that use the rule.
-    pub fn compile_overrides(rule: &CompiledRule, clients: Option<&ClientPlans>, seed: Seed) -> Option<Overrides> {
+    pub fn compile_overrides(rule: &CompiledRule, clients: Option<&ClientSources>, seed: Seed) -> Option<Overrides> {
         Overrides::new(rule, &key_hasher(seed, rule.hash_prefix, None), clients)
     }
 
@@ -598,8 +598,9 @@ pub mod tests {
     use super::*;
     use http::{Method, Uri};
 
+    use crate::client_plans::ClientPlans;
     use crate::key_source::tests::CONNECTION;
-    use transom_config::clients::{Client, Clients};
+    use transom_config::clients::{Client, Clients, ClientsSource};
     use transom_config::key::OnUnknownKey;
     use transom_config::key_kind::{HEADER, HOST, IP, METHOD, PARAM, PATH, ROUTE};
     use transom_config::path::{PathPattern, Segment};
@@ -729,11 +730,13 @@ pub mod tests {
     fn invented_keys_get_neither_quota_nor_counter() {
         const KEYS: u64 = 100_000;
         const LIMIT: usize = 10;
-        let clients = ClientPlans::new(&Clients {
+        let clients = Clients {
+            source: ClientsSource::File,
             file: "clients.toml".into(),
             api_key: vec![HEADER.of_name("x-api-key")],
             subject: None,
-            token_plans: None,
+            plan_claim: None,
+            defined_plans: Vec::new(),
             list: vec![Client {
                 name: "acme".to_owned(),
                 plan: "gold".to_owned(),
@@ -741,7 +744,8 @@ pub mod tests {
                 subjects: Vec::new(),
                 networks: Vec::new(),
             }],
-        });
+        };
+        let clients = ClientPlans::new(&clients, false);
         let ip = || OnMissing::Fallback(vec![IP.of_prefixes(32, 64)]);
         for (on_unknown, on_missing, admitted, live) in [
             (OnUnknownKey::Refuse, OnMissing::Skip, 0, 0),

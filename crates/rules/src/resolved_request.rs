@@ -8,9 +8,8 @@ use std::rc::Rc;
 use http::{HeaderMap, Method, Uri};
 
 use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
-use crate::ClientId;
 use crate::access::{AccessControl, Denial, DenyList};
-use crate::client_plans::ClientLookup;
+use crate::client_plans::{ClientLookup, ClientPlans, KnownClient};
 use crate::key_source::{ConnectionValues, RequestAttributes};
 use crate::rate_limit_key::{KeyDescription, KeyFailure};
 use crate::route_actions::{RouteActions, TemplateVariables};
@@ -76,12 +75,13 @@ impl<'a> RequestView<'a> {
 }
 
 impl CompiledConfig {
-    /// Finds the route of a request. `params` is memory for the values of its parameters; `wall_ms` returns the time at which
-    /// tokens are verified, Unix milliseconds.
+    /// Finds the route of a request. `clients`: all clients, if there are any; `params` is memory for the values of its parameters;
+    /// `wall_ms` returns the time at which tokens are verified, Unix milliseconds.
     #[inline]
     pub fn resolve<'a>(
         &'a self,
         view: RequestView<'a>,
+        clients: Option<&'a ClientPlans>,
         params: &'a mut Vec<Range<usize>>,
         tokens: &'a TokenCache,
         wall_ms: impl FnOnce() -> u64,
@@ -108,7 +108,7 @@ impl CompiledConfig {
                 tokens,
                 wall_ms: self.config.jwt.as_ref().map_or(0, |_| wall_ms()),
             },
-            clients: ClientLookup::new(self.clients.as_deref()),
+            clients: ClientLookup::new(clients),
             is_secure: view.is_secure,
         })
     }
@@ -116,7 +116,7 @@ impl CompiledConfig {
 
 impl<'a> ResolvedRequest<'a> {
     /// Sets the client of the request; `None`: an unknown client.
-    pub fn with_client(self, client: Option<ClientId>) -> ResolvedRequest<'a> {
+    pub fn with_client(self, client: Option<&'a KnownClient>) -> ResolvedRequest<'a> {
         ResolvedRequest { clients: ClientLookup::known(self.clients.plans, client), ..self }
     }
 
@@ -126,7 +126,7 @@ impl<'a> ResolvedRequest<'a> {
     }
 
     /// The variables of the route's templates.
-    pub fn variables(&self) -> TemplateVariables<'_> {
+    pub fn variables(&self) -> TemplateVariables<'_, 'a> {
         TemplateVariables { request: &self.attributes, clients: &self.clients, is_secure: self.is_secure }
     }
 

@@ -62,9 +62,9 @@ enum HeaderChange {
 }
 
 /// The values of template variables.
-pub struct TemplateVariables<'a> {
-    pub request: &'a RequestAttributes<'a>,
-    pub clients: &'a ClientLookup<'a>,
+pub struct TemplateVariables<'r, 'a> {
+    pub request: &'r RequestAttributes<'a>,
+    pub clients: &'r ClientLookup<'a>,
     pub is_secure: bool,
 }
 
@@ -119,14 +119,14 @@ impl RouteActions {
     }
 
     /// The changes to the response to a request; `None` without changes.
-    pub fn response_changes(&self, variables: &TemplateVariables<'_>) -> Option<Box<ResponseChanges>> {
+    pub fn response_changes(&self, variables: &TemplateVariables<'_, '_>) -> Option<Box<ResponseChanges>> {
         let changes = || render_changes(&self.response_changes, variables);
         let changed_responses = self.changed_responses;
         (!self.response_changes.is_empty()).then(|| Box::new(ResponseChanges { changes: changes(), changed_responses }))
     }
 
     /// Evaluates the other actions for a request.
-    pub fn evaluate(&self, variables: &TemplateVariables<'_>) -> Result<Box<AppliedActions>, RequestError> {
+    pub fn evaluate(&self, variables: &TemplateVariables<'_, '_>) -> Result<Box<AppliedActions>, RequestError> {
         let direct_response = match &self.direct_response {
             None => None,
             Some(DirectResponse::Respond(response)) => Some(response.clone()),
@@ -185,11 +185,11 @@ fn apply(changes: impl IntoIterator<Item = (HeaderName, RenderedChange)>, header
     }
 }
 
-fn render_changes(changes: &[HeaderChange], variables: &TemplateVariables<'_>) -> RenderedChanges {
+fn render_changes(changes: &[HeaderChange], variables: &TemplateVariables<'_, '_>) -> RenderedChanges {
     changes.iter().filter_map(|change| render_change(change, variables)).collect()
 }
 
-fn render_change(change: &HeaderChange, variables: &TemplateVariables<'_>) -> Option<(HeaderName, RenderedChange)> {
+fn render_change(change: &HeaderChange, variables: &TemplateVariables<'_, '_>) -> Option<(HeaderName, RenderedChange)> {
     match change {
         HeaderChange::Remove(name) => Some((name.clone(), RenderedChange::Remove)),
         HeaderChange::Set(name, text) => Some((name.clone(), RenderedChange::Set(variables.render(text)?))),
@@ -227,7 +227,7 @@ fn path_pieces(pattern: &PathPattern, params: &[&str]) -> Vec<PathPiece> {
 
 impl PathRewrite {
     /// The new path. Normalized pieces make a normalized path.
-    fn render(&self, variables: &TemplateVariables<'_>) -> String {
+    fn render(&self, variables: &TemplateVariables<'_, '_>) -> String {
         let path = match self {
             PathRewrite::Prefix { from, to } => {
                 let rest = variables.request.path.strip_prefix(from.as_str()).unwrap_or(variables.request.path);
@@ -250,7 +250,7 @@ fn names_host(Template(parts): &Template) -> bool {
     parts.iter().any(|part| matches!(part, TemplatePart::Variable(Variable::Host | Variable::Authority)))
 }
 
-impl TemplateVariables<'_> {
+impl TemplateVariables<'_, '_> {
     fn param(&self, position: usize) -> &str {
         let RequestAttributes { path, params, .. } = self.request;
         params.get(position).and_then(|range| path.get(range.clone())).unwrap_or_default()

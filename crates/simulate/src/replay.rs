@@ -22,7 +22,7 @@ use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule, Sharing};
 use transom_limiter::rule_set::RuleSet;
 use transom_rules::access::DenyList;
-use transom_rules::compiled_config::{CompiledConfig, RouteRules};
+use transom_rules::compiled_config::{CompiledConfig, LiveData, RouteRules};
 use transom_rules::key_source::KeySource;
 use transom_rules::resolved_request::ResolvedRequest;
 use transom_rules::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule};
@@ -189,7 +189,7 @@ impl Replay {
         local_rules(&mut config);
         let rules: Vec<Rule> = config.limiter_rules().cloned().collect();
         let rule_set = RuleSet::new(&rules, SEED, None);
-        let compiled = Arc::new(CompiledConfig::new(config, SEED, rule_set, None));
+        let compiled = Arc::new(CompiledConfig::new(config, SEED, rule_set, LiveData::default()));
         let sampled = SAMPLED_KEYS / (rules.len() * (1 + candidates.len())).max(1);
         // Just below a power of two, so that the memory of the map does not double for the last keys.
         let sampled = sampled.min(SAMPLED_KEYS_OF_RULE).next_power_of_two() / 8 * 7;

@@ -5,7 +5,6 @@ use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::Arc;
 
-use foldhash::HashMap;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
 
 use super::json_scanner::{Span, unescape};
@@ -19,8 +18,8 @@ use transom_jwt::cache::TokenCache;
 use transom_limiter::handles::PlanPosition;
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Cost;
-use transom_rules::ClientId;
 use transom_rules::access::denied_parts;
+use transom_rules::client_plans::{ClientPlans, KnownClient};
 use transom_rules::compiled_config::CompiledConfig;
 use transom_rules::key_source::ConnectionValues;
 use transom_rules::resolved_request::{RequestView, ResolvedRequest};
@@ -37,7 +36,7 @@ pub struct RequestReader {
     /// The request fields with an API key, each with what is before the key. A log of this gateway names the client instead.
     api_key_fields: Vec<(HeaderName, &'static str)>,
     /// By name.
-    clients: HashMap<String, ClientId>,
+    clients: Option<Arc<ClientPlans>>,
     /// Whether requests came by https, where the log does not say.
     is_secure: bool,
 }
@@ -57,7 +56,7 @@ pub struct LoggedRequest<'a> {
     /// Empty if the log has none.
     pub host: Cow<'a, str>,
     /// The client, if the log names it instead of its API key.
-    client: Option<(&'a str, ClientId)>,
+    client: Option<(&'a str, &'a KnownClient)>,
     /// Whether the gateway of the log found no client.
     is_unauthorized: bool,
     /// Whether the log has an `X-Forwarded-For` of a peer that is no trusted proxy.
@@ -103,14 +102,13 @@ impl RequestReader {
             _ => BEARER.has(part).then_some((header::AUTHORIZATION, "Bearer ")),
         };
         let api_key_fields = api_keys.iter().filter_map(field).collect();
-        let known_clients = compiled.clients.iter().flat_map(|plans| plans.clients.enumerate());
         let mut secret = [0; 32];
         getrandom::fill(&mut secret).map_err(|error| format!("no random numbers: {error}"))?;
         Ok(RequestReader {
             digester: KeyDigester::new(&secret, api_keys),
             tokens: compiled.token_checker(),
             reads_query,
-            clients: known_clients.map(|(id, client)| (client.name.clone(), id)).collect(),
+            clients: compiled.clients.as_ref().map(|clients| clients.current()),
             is_secure: !config.listen.https.is_empty(),
             fields: LoggedFields { request, response },
             api_key_fields,
@@ -167,17 +165,17 @@ impl RequestReader {
 
     /// The client that a line names. The name stands for the API key, of which the clients file has the digest alone.
     fn named_client<'a>(
-        &self,
+        &'a self,
         line: &LogLine,
         text: &'a [u8],
         buffer: &'a mut Vec<u8>,
         fields: &mut HeaderMap,
-    ) -> Option<(&'a str, ClientId)> {
+    ) -> Option<(&'a str, &'a KnownClient)> {
         if line.client_name.len == 0 {
             return None;
         }
         let name = std::str::from_utf8(decoded(line.client_name, text, buffer)).ok()?;
-        let client = *self.clients.get(name)?;
+        let client = &**self.clients.as_ref()?.named(name)?;
         if self.api_key_fields.iter().any(|(field, _)| fields.contains_key(field)) {
             return None;
         }
@@ -194,7 +192,7 @@ impl RequestReader {
         let Ok(request) = self.read(line, text, headers, &mut buffers) else { return String::new() };
         let Ok(resolved) = request.resolve(self, &mut params, line.time_ms) else { return String::new() };
         let key = &resolved.rules.charge_plan.rule(position).rule.key;
-        match request.client.zip(self.compiled.clients.as_ref()) {
+        match request.client.zip(self.clients.as_ref()) {
             Some(((name, _), plans)) if !plans.client_parts(key).is_empty() => name.to_owned(),
             _ => resolved.describe_key(position, &self.digester).label(),
         }
@@ -219,7 +217,7 @@ impl LoggedRequest<'_> {
             uri: &self.uri,
             headers: self.headers,
         };
-        let resolved = reader.compiled.resolve(view, params, &reader.tokens, || wall_ms)?;
+        let resolved = reader.compiled.resolve(view, reader.clients.as_deref(), params, &reader.tokens, || wall_ms)?;
         Ok(match self.client {
             Some((_, client)) => resolved.with_client(Some(client)),
             None if self.is_unauthorized => resolved.with_client(None),

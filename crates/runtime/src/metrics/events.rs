@@ -420,28 +420,38 @@ impl RefundCounter {
 /// Requests of the clients of the clients file in one worker.
 #[derive(Debug)]
 pub struct ClientMetrics {
-    /// By client: admitted and refused requests.
-    outcomes: Vec<[Arc<MetricCell>; 2]>,
+    registry: Arc<Registry>,
+    worker: WorkerId,
+    /// By the number of the client.
+    cells: RefCell<Vec<Option<ClientCells>>>,
 }
 
+/// The admitted and the refused requests of one client.
+#[derive(Clone, Debug)]
+pub struct ClientCells(Rc<[Arc<MetricCell>; 2]>);
+
 impl ClientMetrics {
-    /// `clients` are names, each with the name of its plan.
-    pub fn new<'c>(
-        registry: &Registry,
-        worker: WorkerId,
-        clients: impl Iterator<Item = (&'c str, &'c str)>,
-    ) -> ClientMetrics {
-        let cells = |(client, plan)| {
-            ["admitted", "refused"].map(|outcome| {
-                registry.cell(&CLIENT_REQUESTS, worker, &[("client", client), ("plan", plan), ("outcome", outcome)])
-            })
-        };
-        ClientMetrics { outcomes: clients.map(cells).collect() }
+    pub fn new(registry: &Arc<Registry>, worker: WorkerId) -> ClientMetrics {
+        ClientMetrics { registry: Arc::clone(registry), worker, cells: RefCell::default() }
     }
 
-    /// `client` is the position in the clients file.
-    pub fn decided(&self, client: usize, is_refused: bool) {
-        self.outcomes[client][usize::from(is_refused)].add(1);
+    /// The cells of a client. `number` is that of no other client; small numbers take less memory.
+    pub fn cells(&self, number: usize, client: &str, plan: &str) -> ClientCells {
+        let mut cells = self.cells.borrow_mut();
+        if cells.len() <= number {
+            cells.resize(number + 1, None);
+        }
+        let outcome = |outcome| {
+            let labels = [("client", client), ("plan", plan), ("outcome", outcome)];
+            self.registry.cell(&CLIENT_REQUESTS, self.worker, &labels)
+        };
+        cells[number].get_or_insert_with(|| ClientCells(Rc::new(["admitted", "refused"].map(outcome)))).clone()
+    }
+}
+
+impl ClientCells {
+    pub fn decided(&self, is_refused: bool) {
+        self.0[usize::from(is_refused)].add(1);
     }
 }
 
