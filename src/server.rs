@@ -37,7 +37,9 @@ use crate::spans::SpanSender;
 use crate::upstream::health_check;
 use crate::upstream::server_health::{self, UpstreamHealth};
 use error::{ReloadError, StartError};
+use shared_clients::SharedClients;
 use shared_deny::SharedDeny;
+use transom_config::clients;
 use transom_config::jwt::KeySetSource;
 use transom_config::listen::Admin;
 use transom_config::span_export::Tracing;
@@ -60,6 +62,7 @@ use transom_store::shared_counters::{SharedByWorkers, SharedCounters};
 use worker::{DrainTimes, WorkerCommand};
 
 pub mod error;
+mod shared_clients;
 mod shared_deny;
 mod worker;
 
@@ -123,6 +126,8 @@ pub struct Gateway {
     file_changes: Option<UnboundedReceiver<FileChange>>,
     /// The thread of the active health checks, if any are configured.
     health_thread: Option<JoinHandle<()>>,
+    /// Follows the clients in the store, if they are there.
+    shared_clients: Option<SharedClients>,
     /// Fetches keys for tokens, if configured.
     key_set: Option<KeySetThread>,
     /// Number of the threads that fetched a key set so far.
@@ -248,6 +253,7 @@ impl Gateway {
             history: Arc::default(),
             file_changes: None,
             health_thread: None,
+            shared_clients: None,
             key_set: None,
             key_set_threads: 0,
             clock: clock.clone(),
@@ -275,7 +281,9 @@ impl Gateway {
         let published_keys = gateway.fetch_key_set(&config, former.key_set)?;
         let rule_set = RuleSet::new(config.limiter_rules(), counters.seed, None);
         gateway.follow_shared_deny(&config)?;
-        let live = LiveData { clients: None, published_keys };
+        gateway.shared_clients = SharedClients::start(&config, &clock, &gateway.registry)?;
+        let clients = gateway.shared_clients.as_mut().and_then(|shared| shared.live(&config));
+        let live = LiveData { clients, published_keys };
         let served = ServedConfig::new(config, counters.seed, rule_set, upstream_health, live);
         gateway.shared_deny.iter().for_each(|shared| shared.serve(&served));
         gateway.rule_set = Some(Arc::clone(&served.rule_set));
@@ -421,6 +429,8 @@ impl Gateway {
         };
         let changed = config.listen.changed_address(&self.config.listen).or_else(changed_workers);
         let changed = changed.or_else(changed_buckets);
+        let changed =
+            changed.or_else(|| clients::changed_setting(config.clients.as_ref(), self.config.clients.as_ref()));
         if let Some(setting) = changed.or_else(|| config.counters.changed_setting(&self.config.counters)) {
             return Err(ReloadError::NeedsRestart(setting));
         }
@@ -458,7 +468,8 @@ impl Gateway {
         if let Err(error) = self.start_health_checks(&upstream_health) {
             tracing::error!(%error, "upstream servers are not checked");
         }
-        let live = LiveData { clients: None, published_keys };
+        let clients = self.shared_clients.as_mut().and_then(|shared| shared.live(&config));
+        let live = LiveData { clients, published_keys };
         let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, live);
         self.shared_deny.iter().for_each(|shared| shared.serve(&served));
         self.rule_set = Some(Arc::clone(&served.rule_set));
@@ -552,6 +563,7 @@ impl Gateway {
         self.shared_deny.take().map(SharedDeny::stop).into_iter().for_each(join);
         self.accept_state.send_replace(AcceptState::Stopped);
         self.admin_thread.into_iter().for_each(join);
+        self.shared_clients.into_iter().for_each(SharedClients::finish);
         // Nothing is counted from here on.
         self.snapshot_writer.take().into_iter().for_each(BackgroundWriter::finish);
         self.outputs = RecordOutputs::default();
@@ -676,8 +688,9 @@ impl Gateway {
         let metrics = DecisionMetrics::new(&self.registry, self.workers, "api", &served.decision_service.limit_names());
         let marks = self.outputs.marks.as_ref();
         let marks = marks.map(|marks| MarkReader::new(marks, DroppedMarks::new(&self.registry, self.workers)));
+        let shared_clients = self.shared_clients.as_ref().map(|shared| shared.data.clone());
         let loaded_ms = self.clock.wall_ms();
-        let decision_api = DecisionApi { served: Arc::clone(served), metrics, marks, loaded_ms };
+        let decision_api = DecisionApi { served: Arc::clone(served), metrics, marks, loaded_ms, shared_clients };
         self.decision_api.send_replace(Some(Arc::new(decision_api)));
     }
 

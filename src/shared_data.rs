@@ -262,7 +262,7 @@ fn write_line(target: &mut impl Write, line: &impl Serialize) -> io::Result<()> 
 
 /// Reads a copy, and when it was written. A damaged one is set aside, and a warning logged. An error if the file is no copy of such
 /// data.
-fn load(file: &Path, name: &str) -> io::Result<Option<(MapCopy, u64)>> {
+pub fn load(file: &Path, name: &str) -> io::Result<Option<(MapCopy, u64)>> {
     let opened = match File::open(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         opened => opened?,

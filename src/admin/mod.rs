@@ -27,6 +27,7 @@ use crate::notify::MarkReader;
 use crate::persistence::counters::Counters;
 use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_state::TopKeysQuery;
+use crate::shared_data::SharedDataHandle;
 use crate::upstream::server_health::UpstreamHealth;
 use transom_config::listen::Admin;
 use transom_rules::responses::{self, LocalResponse};
@@ -105,6 +106,8 @@ pub struct DecisionApi {
     pub marks: Option<MarkReader>,
     /// When the configuration was applied, Unix milliseconds.
     pub loaded_ms: u64,
+    /// The clients, if they are in the store.
+    pub shared_clients: Option<SharedDataHandle>,
 }
 
 /// What the admin pages read.
@@ -155,10 +158,12 @@ impl AdminState {
 
     /// Whether requests can be served, or why not.
     fn readiness(&self) -> Result<(), &'static str> {
-        let served = self.decision_api.borrow().as_ref().map(|api| Arc::clone(&api.served));
-        match served {
+        let decision_api = self.decision_api.borrow().clone();
+        let knows_clients = |api: &DecisionApi| api.shared_clients.as_ref().is_none_or(SharedDataHandle::is_known);
+        match decision_api {
             _ if self.is_draining() => Err("draining\n"),
-            Some(served) if !served.was_key_set_tried() => Err("the key set of `[jwt]` is being fetched\n"),
+            Some(api) if !api.served.was_key_set_tried() => Err("the key set of `[jwt]` is being fetched\n"),
+            Some(api) if !knows_clients(&api) => Err("the shared clients are not known yet\n"),
             _ => Ok(()),
         }
     }

@@ -16,11 +16,13 @@ use serde_json::{Value, json};
 use self::clients_toml::{ClientsDocument, Identifiers};
 use self::file_edit::{EditError, FileEdit};
 use super::admin_client::TokenFile;
-use super::{Exit, Failure, exit_of, first_line, print_table, read_config, read_current_config, resolve_path};
+use super::{
+    Exit, Failure, add_copied_clients, exit_of, first_line, print_table, read_config, read_current_config, resolve_path,
+};
 use crate::admin::client_changes;
 use crate::file_watch::FileWatch;
 use transom_config::Config;
-use transom_config::clients::{Client, Clients};
+use transom_config::clients::{Client, Clients, ClientsSource};
 use transom_config::diagnostics::{quoted, quoted_list};
 use transom_config::toml_reader::nearest;
 use transom_limiter::ip_prefix::{Network, NetworkError};
@@ -117,8 +119,9 @@ pub fn clients(arguments: &Arguments) -> Exit {
 }
 
 fn list(path: &Path, is_json: bool) -> Result<(), Failure> {
-    let config = read_config(path, &mut FileWatch::default())
+    let mut config = read_config(path, &mut FileWatch::default())
         .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))?;
+    add_copied_clients(&mut config);
     if is_json {
         let clients = clients_of(&config, path)?;
         let client = |client: &Client| describe_client(clients, client, Digest::to_string);
@@ -145,7 +148,7 @@ fn list(path: &Path, is_json: bool) -> Result<(), Failure> {
 
 fn add(path: &Path, add: &Add) -> Result<(), Failure> {
     let config = read_current_config(path)?;
-    let clients = clients_of(&config, path)?;
+    let clients = clients_to_edit(&config, path)?;
     let known = clients.list.iter().find(|client| client.name == add.name);
     check_plan(&config, add, known)?;
     add.networks.iter().try_for_each(|text| check_network(text))?;
@@ -231,7 +234,7 @@ fn check_network(text: &str) -> Result<(), Failure> {
 
 fn remove(path: &Path, remove: &Remove) -> Result<(), Failure> {
     let config = read_current_config(path)?;
-    let clients = clients_of(&config, path)?;
+    let clients = clients_to_edit(&config, path)?;
     let client = find_client(clients, &remove.name)?;
     let key = remove.key.as_deref().map(|key| find_key(client, key)).transpose()?;
     let networks = remove.networks.iter().map(|text| {
@@ -332,6 +335,18 @@ fn clients_of<'c>(config: &'c Config, path: &Path) -> Result<&'c Clients, Failur
         let message = format!("{} has no clients file", path.display());
         Failure::usage(message, "write `[clients]`, then `file = \"clients.toml\"`")
     })
+}
+
+/// The clients, which are in a file.
+fn clients_to_edit<'c>(config: &'c Config, path: &Path) -> Result<&'c Clients, Failure> {
+    let clients = clients_of(config, path)?;
+    match clients.source {
+        ClientsSource::File => Ok(clients),
+        ClientsSource::Shared => {
+            let fix = "change them through the admin address of a gateway";
+            Err(Failure::usage("the clients are in the store, and not in a file", fix))
+        }
+    }
 }
 
 /// Edits the clients file; returns whether it is new.

@@ -12,7 +12,7 @@ use serde_json::Value;
 use tokio::runtime::{Builder, LocalOptions};
 
 use super::admin_client::{self, RunningGateway, TokenFile};
-use super::{Exit, read_config};
+use super::{Exit, add_copied_clients, read_config};
 use crate::explain::explain_without_gateway;
 use crate::explain::question::Question;
 use crate::file_watch::FileWatch;
@@ -57,7 +57,7 @@ pub fn explain(path: &Path, options: &Options) -> Exit {
             return Exit::BadConfig;
         }
     };
-    let config = match read_config(path, &mut FileWatch::default()) {
+    let mut config = match read_config(path, &mut FileWatch::default()) {
         Ok(config) => config,
         Err(invalid) => {
             print_err!("{}", invalid.to_string().trim_end());
@@ -74,6 +74,7 @@ pub fn explain(path: &Path, options: &Options) -> Exit {
             {
                 return Ok(explained);
             }
+            add_copied_clients(&mut config);
             explain_by_config(config, gateway.map(|gateway| gateway.address), &question, options).await
         })
     });

@@ -36,6 +36,7 @@ use std::io::{self, BufRead, IsTerminal, Read};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -43,8 +44,11 @@ use rustix::fs::OFlags;
 use serde_json::{Value, json};
 
 use crate::file_watch::FileWatch;
+use crate::shared_data;
+use transom_config::clients::{Client, ClientsSource};
 use transom_config::diagnostics::{self, Inputs, ListFolder, Problem, ReadFile};
 use transom_config::{Config, schema};
+use transom_store::map_follower::Entry;
 
 /// The result of a command.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -178,8 +182,11 @@ fn read_config_with(path: &Path, files: ReadFile, folders: ListFolder) -> Result
     let inputs = Inputs { files: &files, folders: &folders, variables: &variables };
     let mut config =
         transom_config::read_with_inputs(&text, inputs).map_err(|problems| InvalidConfig { name, problems })?;
-    // The gateway edits this file, and does not know the folder of the configuration.
+    // The gateway writes these files, and does not know the folder of the configuration.
     config.access.iter_mut().for_each(|access| access.file = resolve_path(path, &access.file));
+    config.clients.iter_mut().filter(|clients| clients.source == ClientsSource::Shared).for_each(|clients| {
+        clients.file = resolve_path(path, &clients.file);
+    });
     Ok(config)
 }
 
@@ -202,6 +209,21 @@ fn first_line(what: &str, max_bytes: u64) -> Result<String, Failure> {
     let read = io::Read::take(stdin, max_bytes + 2).read_line(&mut line);
     read.map_err(|error| Failure::usage(format!("cannot read the {what}: {error}"), "write it as a line of text"))?;
     Ok(line.trim_end_matches(['\r', '\n']).to_owned())
+}
+
+/// Adds the clients in the store, as the copy on disk has them, for commands that do without the store.
+fn add_copied_clients(config: &mut Config) {
+    let Some(clients) = config.clients.as_mut().filter(|clients| clients.source == ClientsSource::Shared) else {
+        return;
+    };
+    let entries = match shared_data::load(&clients.file, "clients") {
+        Ok(Some((copy, _))) => copy.entries,
+        Ok(None) => return print_err!("transom: there is no copy of the shared clients: no client is known"),
+        Err(error) => return print_err!("transom: no client is known: `{}`: {error}", clients.file.display()),
+    };
+    let of_defined_plan = |client: &Client| clients.defined_plans.contains(&client.plan);
+    let client = |(name, entry): (&Arc<str>, &Entry)| Client::from_json(name, &entry.text).ok();
+    clients.list = entries.iter().filter_map(client).filter(of_defined_plan).collect();
 }
 
 /// Resolves a path in a configuration relative to the configuration file.

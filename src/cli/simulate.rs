@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::{Exit, read_config};
+use super::{Exit, add_copied_clients, read_config};
 use crate::file_watch::FileWatch;
 use transom_simulate::log_files::LogFiles;
 use transom_simulate::log_line::LogFormat;
@@ -39,13 +39,14 @@ pub struct Options {
 }
 
 pub fn simulate(path: &Path, options: &Options) -> Exit {
-    let config = match read_config(path, &mut FileWatch::default()) {
+    let mut config = match read_config(path, &mut FileWatch::default()) {
         Ok(config) => config,
         Err(invalid) => {
             print_err!("{}", invalid.to_string().trim_end());
             return Exit::BadConfig;
         }
     };
+    add_copied_clients(&mut config);
     let prepared = Replay::new(config, &options.candidates).and_then(|replay| {
         let format = LogFormat::parse(&options.format, replay.fields().clone());
         Ok((replay, format.map_err(|message| format!("`--format`: {message}"))?))

@@ -22,7 +22,7 @@ pub enum StartError {
     Tracing(io::Error),
     Thread(io::Error),
     Counters(OpenError),
-    /// The copy of the shared deny entries cannot be used.
+    /// The copy of the shared deny entries, or of the shared clients, cannot be used.
     Copy {
         file: PathBuf,
         source: io::Error,
@@ -34,7 +34,13 @@ pub enum StartError {
 impl StartError {
     /// What to do, where the cause alone does not say it.
     pub fn fix(&self) -> Option<String> {
-        let StartError::Listen { address, source } = self else { return None };
+        let (address, source) = match self {
+            StartError::Listen { address, source } => (address, source),
+            StartError::Copy { .. } => {
+                return Some("name a file of its own in `file`, which the gateway may write".to_owned());
+            }
+            _ => return None,
+        };
         match source.kind() {
             io::ErrorKind::PermissionDenied => {
                 Some("ports below 1024 need CAP_NET_BIND_SERVICE, which the systemd unit grants".to_owned())
@@ -65,7 +71,7 @@ impl fmt::Display for StartError {
             StartError::Tls(_) => f.write_str("TLS cannot be set up"),
             StartError::Counters(error) => error.fmt(f),
             StartError::Copy { file, .. } => {
-                write!(f, "cannot use the copy `{}` of the shared deny entries", file.display())
+                write!(f, "cannot use the copy `{}` of shared data", file.display())
             }
             StartError::Clock => f.write_str("the clock is before 1970 or after 2109: set it"),
             StartError::AccessLog(_) => f.write_str("cannot open the access log"),

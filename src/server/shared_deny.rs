@@ -128,6 +128,6 @@ impl SharedEntries {
         let Some(served) = &self.served else { return };
         let Some(access) = &served.access else { return };
         let resolved = self.by_id.values().filter_map(|entry| entry.resolve(&served.config));
-        access.replace(DenyList::new(Arc::new(resolved.collect()), &served.config.routes, served.clients.as_deref()));
+        access.replace(DenyList::new(Arc::new(resolved.collect()), &served.config.routes));
     }
 }

@@ -280,14 +280,20 @@ fn prometheus_accepts_the_metrics_of_every_part() {
         "{}[counters]\nsnapshot = {snapshot:?}\nsnapshot_every = \"1s\"\n",
         one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")
     ));
+    let sharing = Process::spawn(&format!(
+        "[counters.shared]\nredis = \"redis://127.0.0.1:{}\"\n\
+         [clients]\nsource = \"shared\"\nfile = \"clients.copy\"\napi_key = \"header:x-api-key\"\n{}",
+        redis.port,
+        one_rule("key = \"client\"\non_missing_key = \"refuse\"\nwindows = [\"9/hour\"]")
+    ));
     let page_of = |process: &Process| String::from_utf8(process.admin_get("/metrics").expect(200).body).unwrap();
-    let page = || page_of(&process) + &page_of(&saving);
+    let page = || page_of(&process) + &page_of(&saving) + &page_of(&sharing);
     let missing = || {
         let present = metrics_in(&page());
         metrics_in(&read("docs/reference/metrics.md")).difference(&present).cloned().collect::<Vec<_>>()
     };
     eventually_eq(missing, Vec::new());
-    for process in [&process, &saving] {
+    for process in [&process, &saving, &sharing] {
         let output = promtool(&["check", "metrics"], &page_of(process));
         assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
     }

@@ -101,6 +101,7 @@ mod request_validation;
 mod retries;
 mod routing;
 mod schema;
+mod shared_clients;
 mod shared_cluster;
 mod shared_costs;
 mod shared_counters;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 
-use super::clients::Clients;
+use super::clients::{Clients, ClientsSource};
 use super::diagnostics::{Problem, Report, Span, quoted};
 use super::key::{self, parse_part};
 use super::key_kind::{JWT, KeyKind, is_secret_part};
@@ -264,6 +264,8 @@ pub struct KnownClients<'c> {
 
 impl<'c> KnownClients<'c> {
     pub fn new(clients: Option<&'c Clients>, complete: bool) -> KnownClients<'c> {
+        // Those in the store are not known here.
+        let complete = complete && clients.is_none_or(|clients| clients.source == ClientsSource::File);
         KnownClients { clients, complete, names: OnceCell::new() }
     }
 

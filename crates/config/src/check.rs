@@ -8,7 +8,7 @@ use toml::de::DeTable;
 
 use super::access::{AccessContext, KnownClients, read_access};
 use super::calendar;
-use super::clients::{ClientsSource, DefinedPlans, read_clients, report_missing_clients, report_unused_on_unknown_key};
+use super::clients::{DefinedPlans, read_clients, report_missing_clients, report_unused_on_unknown_key};
 use super::counters::Counters;
 use super::descriptor::report_unused_descriptors;
 use super::diagnostics::{Problem, Report};
@@ -120,9 +120,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         report_unused_on_unknown_key(&rules, clients.as_ref(), report);
         report_unused_client_metrics(metrics_item.as_ref().filter(|_| metrics.clients && clients.is_none()), report);
     }
-    let has_all_clients = clients.as_ref().is_none_or(|clients| clients.source == ClientsSource::File);
-    let known_clients =
-        KnownClients::new(clients.as_ref(), clients_complete && has_all_clients && !report.has_syntax_errors);
+    let known_clients = KnownClients::new(clients.as_ref(), clients_complete && !report.has_syntax_errors);
     let context = RouteContext {
         reading: path_reading,
         upstreams: &upstreams,

@@ -152,6 +152,18 @@ impl Clients {
     }
 }
 
+/// A setting that a reload cannot apply, if one has changed.
+pub fn changed_setting(clients: Option<&Clients>, former: Option<&Clients>) -> Option<&'static str> {
+    let source = |clients: Option<&Clients>| clients.map_or(ClientsSource::File, |clients| clients.source);
+    let copy = |clients: Option<&Clients>| {
+        clients.filter(|clients| clients.source == ClientsSource::Shared).map(|clients| clients.file.clone())
+    };
+    match source(clients) != source(former) {
+        true => Some("clients.source"),
+        false => (copy(clients) != copy(former)).then_some("clients.file"),
+    }
+}
+
 /// The plans that the rules define.
 pub struct DefinedPlans<'r> {
     pub names: Vec<&'r str>,

@@ -170,6 +170,11 @@ impl ClientSources {
         }
     }
 
+    /// Whether some rule counts by client.
+    pub fn counts_clients(&self) -> bool {
+        self.counts_clients
+    }
+
     /// The plan of this name, if a client can have it. Another one is logged.
     fn plan_named(&self, name: &str) -> Option<PlanId> {
         let found = self.plans.as_slice().binary_search_by(|plan| plan.as_str().cmp(name));

@@ -107,17 +107,11 @@ impl SharedMap {
 
 /// Follows one map. Runs in a thread of its own.
 pub struct MapFollower {
+    settings: StoreConfig,
     name: String,
-    store: StoredMap,
-    progress: Progress,
+    copy: Arc<Mutex<MapCopy>>,
     requests: mpsc::Receiver<ChangeRequest>,
     clock: Clock,
-    /// Whether this process has read the map in the store since it knows the map.
-    has_synchronized: bool,
-    /// Since when the store is known to have no such map.
-    empty_since: Option<Instant>,
-    /// Why the store cannot be used, as was logged.
-    outage: Option<String>,
 }
 
 impl MapFollower {
@@ -126,28 +120,24 @@ impl MapFollower {
         let copy = Arc::new(Mutex::new(copy));
         let (sender, requests) = mpsc::channel(QUEUED_MAX);
         let map = SharedMap { copy: Arc::clone(&copy), requests: sender };
-        let follower = MapFollower {
-            name: name.to_owned(),
-            store: StoredMap::new(settings, name),
-            progress: Progress { copy, loading: None },
-            requests,
-            clock,
-            has_synchronized: false,
-            empty_since: None,
-            outage: None,
-        };
-        (follower, map)
+        let (settings, name) = (settings.clone(), name.to_owned());
+        (MapFollower { settings, name, copy, requests, clock }, map)
     }
 
     /// Follows the map until the sender of `stop` is dropped. Must be called within a local runtime.
-    pub async fn run(mut self, observer: &mut impl MapObserver, stop: oneshot::Receiver<()>) {
+    pub async fn run(self, observer: &mut impl MapObserver, stop: oneshot::Receiver<()>) {
+        let MapFollower { settings, name, copy, mut requests, clock } = self;
+        let store = StoredMap::new(&settings, &name);
+        let progress = Progress { copy, loading: None };
+        let mut following =
+            Following { name, store, progress, clock, has_synchronized: false, empty_since: None, outage: None };
         let follow = async {
             loop {
-                let synchronized = self.synchronize(observer).await;
+                let synchronized = following.synchronize(observer).await;
                 observer.polled(synchronized.is_ok());
-                self.log_outage(synchronized.err());
+                following.log_outage(synchronized.err());
                 tokio::select! {
-                    Some(request) = self.requests.recv() => self.change(request, observer).await,
+                    Some(request) = requests.recv() => following.change(request, observer).await,
                     () = sleep(POLL_PERIOD) => {}
                 }
             }
@@ -157,7 +147,23 @@ impl MapFollower {
             _ = stop => {}
         }
     }
+}
 
+/// A follower that runs.
+struct Following {
+    name: String,
+    store: StoredMap,
+    progress: Progress,
+    clock: Clock,
+    /// Whether this process has read the map in the store since it knows the map.
+    has_synchronized: bool,
+    /// Since when the store is known to have no such map.
+    empty_since: Option<Instant>,
+    /// Why the store cannot be used, as was logged.
+    outage: Option<String>,
+}
+
+impl Following {
     /// Reads until the copy is as the map in the store.
     async fn synchronize(&mut self, observer: &mut impl MapObserver) -> Result<(), String> {
         loop {

@@ -1,0 +1,185 @@
+//! Clients in the store: gateways with `[clients] source = "shared"`.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+use transom_limiter::secret_digest::Digest;
+use transom_store::shared_map::{Changed, Precondition, StoredMap};
+
+use crate::support::client::HttpResponse;
+use crate::support::process::{self, Process};
+use crate::support::ratelimit_parser::remaining;
+use crate::support::redis::RedisServer;
+use crate::support::redis_client::{run_on_worker, single_server};
+use crate::support::{TempDir, eventually, eventually_eq};
+
+/// Plans `basic` and `pro`, and any others with these names.
+fn config(redis: &RedisServer, copy: &Path, other_plans: &[&str]) -> String {
+    let plans: String =
+        other_plans.iter().map(|plan| format!("[rules.r.plans.{plan}]\nwindows = [\"7/366d\"]\n")).collect();
+    format!(
+        "[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\n[upstreams.u]\nbuiltin = \"echo\"\n\
+         [clients]\nsource = \"shared\"\nfile = \"{}\"\napi_key = \"header:x-api-key\"\n\
+         [rules.r]\nkey = \"client\"\non_missing_key = \"refuse\"\nwindows = [\"1/366d\"]\n\
+         [rules.r.plans.basic]\nwindows = [\"100/366d\"]\n[rules.r.plans.pro]\nwindows = [\"1000/366d\"]\n{plans}\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
+        redis.url(),
+        copy.display()
+    )
+}
+
+fn client_json(plan: &str, keys: &[&str]) -> Value {
+    let keys: Vec<String> = keys.iter().map(|key| Digest::of(key.as_bytes()).to_string()).collect();
+    json!({ "plan": plan, "api_keys": keys })
+}
+
+/// Changes a client in the store; `None` removes it.
+fn change(redis: &RedisServer, name: &str, client: Option<&Value>) {
+    let text = client.map(Value::to_string);
+    let map = StoredMap::new(&single_server(redis), "clients");
+    let changed = run_on_worker(async { map.change(name, text.as_deref(), Precondition::None, Some("epoch")).await });
+    assert!(matches!(changed, Ok(Changed::Changed { .. })), "{changed:?}");
+}
+
+fn get(gateway: &Process, key: &str) -> HttpResponse {
+    gateway.client().get_with("/a", &[("X-API-Key", key)])
+}
+
+/// Waits until requests with a key get this status.
+fn wait_for_status(gateway: &Process, key: &str, status: u16) -> HttpResponse {
+    let mut last = get(gateway, key);
+    eventually(&format!("{key} gets {status}"), || {
+        last = get(gateway, key);
+        last.status == status
+    });
+    last
+}
+
+#[test]
+fn a_change_in_the_store_is_in_effect_on_every_gateway() {
+    let (redis, scratch) = (RedisServer::start(), TempDir::new());
+    let start = |copy: &str| Process::spawn(&config(&redis, &scratch.path().join(copy), &[]));
+    let (a, b) = (start("a.copy"), start("b.copy"));
+    for gateway in [&a, &b] {
+        assert_eq!(get(gateway, "first").status, 401);
+    }
+    change(&redis, "acme", Some(&client_json("basic", &["first", "second"])));
+    for gateway in [&a, &b] {
+        assert!(remaining(&wait_for_status(gateway, "first", 200), "r") < 100);
+    }
+    // Both keys have one counter.
+    let left = remaining(&get(&a, "first"), "r");
+    assert_eq!(remaining(&get(&b, "second"), "r"), left - 1);
+    change(&redis, "acme", Some(&client_json("pro", &["second", "third"])));
+    for gateway in [&a, &b] {
+        wait_for_status(gateway, "first", 401);
+        assert!(
+            (900..1000).contains(&remaining(&get(gateway, "third"), "r")),
+            "the plan has changed, the usage has not"
+        );
+    }
+    let shown = a.admin_get("/v1/clients").expect(200).json();
+    assert_eq!(shown["clients"][0]["plan"], "pro");
+    assert_eq!(a.admin_get("/v1/clients/acme").expect(200).json()["rules"][0]["windows"][0]["limit"], 1000);
+    change(&redis, "acme", None);
+    for gateway in [&a, &b] {
+        wait_for_status(gateway, "second", 401);
+        assert_eq!(gateway.metrics().sum("transom_shared_data_entries", &[("data", "clients")]), 0);
+    }
+}
+
+#[test]
+fn a_client_that_cannot_be_used_is_unknown_and_logged() {
+    let (redis, scratch) = (RedisServer::start(), TempDir::new());
+    let copy = scratch.path().join("clients.copy");
+    change(&redis, "initech", Some(&client_json("gold", &["of-initech"])));
+    change(&redis, "hooli", Some(&json!({ "plan": "basic", "api_keys": ["in clear"] })));
+    change(&redis, "acme", Some(&client_json("basic", &["of-acme"])));
+    let gateway = Process::spawn(&config(&redis, &copy, &[]));
+    wait_for_status(&gateway, "of-acme", 200);
+    assert_eq!(get(&gateway, "of-initech").status, 401);
+    let log = gateway.wait_for_stderr("has a plan that no rule defines: it is not known");
+    assert!(log.contains("gold") && log.contains("a key is no digest") && !log.contains("in clear"), "{log}");
+    // A plan that is added makes its clients known.
+    gateway.write_config(&config(&redis, &copy, &["gold"]));
+    gateway.signal("HUP");
+    gateway.wait_for_applied_reloads(1);
+    assert!((1..7).contains(&remaining(&wait_for_status(&gateway, "of-initech", 200), "r")));
+    change(&redis, "initech", None);
+    wait_for_status(&gateway, "of-initech", 401);
+    // Another source would need another start.
+    gateway.write_config(&config(&redis, &scratch.path().join("other.copy"), &["gold"]));
+    gateway.signal("HUP");
+    gateway.wait_for_reloads("refused", 1);
+}
+
+#[test]
+fn a_gateway_starts_from_its_copy_while_the_store_is_away() {
+    let (mut redis, scratch) = (RedisServer::start(), TempDir::new());
+    let copy = scratch.path().join("clients.copy");
+    let toml = config(&redis, &copy, &[]);
+    change(&redis, "acme", Some(&client_json("basic", &["of-acme"])));
+    let mut gateway = Process::spawn(&toml);
+    wait_for_status(&gateway, "of-acme", 200);
+    eventually("the copy is written", || copy.exists());
+    change(&redis, "initech", Some(&client_json("basic", &["of-initech"])));
+    wait_for_status(&gateway, "of-initech", 200);
+    // The last changes are in the copy that an end writes.
+    gateway.signal("TERM");
+    assert!(gateway.wait().success());
+    redis.kill();
+
+    let on_outage = toml.replace("timeout = \"10s\"", "timeout = \"50ms\"");
+    let gateway = Process::spawn(&on_outage);
+    assert_eq!((get(&gateway, "of-acme").status, get(&gateway, "of-initech").status), (200, 200));
+    gateway.admin_get("/readyz").expect(200);
+    gateway.wait_for_stderr("are in effect until the store is read");
+    let log = gateway.wait_for_stderr("the last known ones stay in effect");
+    assert!(log.contains("entries=2"), "{log}");
+    assert_eq!(gateway.metrics().sum("transom_shared_data_synchronized_timestamp_seconds", &[]), 0);
+
+    // Without a copy, the gateway is not ready before the store is there.
+    let other = Process::spawn(&on_outage.replace("clients.copy", "other.copy"));
+    let not_ready = other.admin_get("/readyz").expect(503);
+    assert_eq!(not_ready.text(), "the shared clients are not known yet\n");
+    redis.restart();
+    // The first gateway restores what the store has lost.
+    eventually_eq(|| other.admin_get("/readyz").status, 200);
+    wait_for_status(&other, "of-initech", 200);
+}
+
+#[test]
+fn another_file_is_not_taken_for_the_copy() {
+    let (redis, scratch) = (RedisServer::start(), TempDir::new());
+    let clients = "[clients.acme]\nplan = \"basic\"\n";
+    let copy = scratch.write("clients.toml", clients);
+    let file =
+        scratch.write("gateway.toml", format!("[listen]\nhttp = \"127.0.0.1:0\"\n{}", config(&redis, &copy, &[])));
+    let (code, _, stderr) = process::run(&["run", "--config", file.to_str().unwrap()]);
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("it is not a copy of shared clients") && stderr.contains("fix: "), "{stderr}");
+    assert_eq!(fs::read_to_string(copy).unwrap(), clients);
+}
+
+#[test]
+fn commands_read_the_copy() {
+    let (redis, scratch) = (RedisServer::start(), TempDir::new());
+    let copy = scratch.path().join("clients.copy");
+    change(&redis, "acme", Some(&client_json("basic", &["of-acme"])));
+    let mut gateway = Process::spawn(&config(&redis, &copy, &[]));
+    wait_for_status(&gateway, "of-acme", 200);
+    gateway.signal("TERM");
+    assert!(gateway.wait().success());
+    let file = gateway.config_path();
+    let explain = ["explain", "--config", file.to_str().unwrap(), "-H", "X-API-Key: of-acme", "http://a/b"];
+    let (code, stdout, stderr) = process::run(&explain);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stdout.contains("client `acme` of plan `basic`"), "{stdout}");
+    let line = "{\"time\":\"2026-11-27T10:00:00Z\",\"client\":\"192.0.2.1\",\"method\":\"GET\",\"host\":\"a\",\"path\":\"/b\",\
+                \"status\":200,\"client_name\":\"acme\"}\n";
+    let log = scratch.write("access.log", line);
+    let simulate = ["simulate", "--config", file.to_str().unwrap(), "--json", log.to_str().unwrap()];
+    let (code, stdout, stderr) = process::run(&simulate);
+    assert_eq!(code, Some(0), "{stderr} {stdout}");
+}
