@@ -18,7 +18,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::spawn_local;
 
 use crate::access_log::{LogSender, WriterThread};
-use crate::admin::client_store::{FileChange, FileClients};
+use crate::admin::client_store::{ClientStore, FileChange, FileClients, StoredClients};
 use crate::admin::events::Events;
 use crate::admin::history::{self, History};
 use crate::admin::{self, AcceptState, AdminScope, AdminState, DecisionApi};
@@ -709,6 +709,19 @@ impl Gateway {
         Ok((listener, bound))
     }
 
+    /// Where the API changes clients.
+    fn client_store(&mut self) -> Box<dyn ClientStore + Send> {
+        if let Some(shared) = &self.shared_clients {
+            return Box::new(StoredClients {
+                map: shared.data.map.clone(),
+                decision_api: self.decision_api.subscribe(),
+            });
+        }
+        let (file_clients, file_changes) = FileClients::new();
+        self.file_changes = Some(file_changes);
+        Box::new(file_clients)
+    }
+
     /// Serves `listen.admin` and `listen.metrics`, if one of them is configured.
     fn start_admin(
         &mut self,
@@ -737,8 +750,7 @@ impl Gateway {
         // Only the decision API asks the store.
         let store = self.config.counters.shared.clone().filter(|_| self.admin.is_some());
         let owner = self.workers;
-        let (file_clients, file_changes) = FileClients::new();
-        self.file_changes = Some(file_changes);
+        let client_store = self.client_store();
         let shared_by_workers = self.shared_by_workers.clone();
         let run = move || async move {
             let meter = || StoreMetrics::new(&registry, owner);
@@ -761,7 +773,7 @@ impl Gateway {
                 top_keys: RefCell::default(),
                 metrics,
                 events: Events::new(history),
-                client_store: Box::new(file_clients),
+                client_store,
             };
             if let Err(error) = admin::serve(listeners, Rc::new(admin_state)).await {
                 tracing::error!(%error, "the admin address is no longer served");

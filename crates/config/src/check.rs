@@ -111,9 +111,8 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let any_scheme = is_proxied || !listen_is_valid || misspelled.contains(&"listen");
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.rule.plans).map(|plan| plan.name.as_str()).collect();
     let before = report.count();
-    let has_store = counters.shared.is_some() || misspelled.contains(&"counters");
     let plans = DefinedPlans { names: plans, complete: rules.complete };
-    let clients = read_clients(clients, &plans, certs, has_store, report);
+    let clients = read_clients(clients, &plans, certs, sharing.is_some(), report);
     let clients_complete = report.count() == before && !misspelled.contains(&"clients");
     if clients_complete {
         report_missing_clients(&rules, clients.as_ref(), report);

@@ -6,7 +6,7 @@ use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::key::{self, OnUnknownKey};
@@ -17,7 +17,9 @@ use super::redis::TABLE_FIX;
 use super::rule::CheckedRule;
 use super::settings::{Choice, Custom, Required, Restart, Section, Shape, Text, Texts, section_table};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
-use super::values::{Definitions, check_name, definition_fix, is_pattern, read_digest, read_fingerprint, read_network};
+use super::values::{
+    Definitions, check_name, definition_fix, is_name, is_pattern, read_digest, read_fingerprint, read_network,
+};
 use transom_limiter::handles::RuleId;
 use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::KeyPart;
@@ -137,6 +139,35 @@ impl Client {
             subjects: texts("subjects")?.into_iter().map(str::to_owned).collect(),
             networks: texts("networks")?.into_iter().map(network).collect::<Result<_, _>>()?,
         })
+    }
+}
+
+impl Client {
+    /// As [`Client::from_json`] reads it.
+    pub fn to_json(&self) -> Value {
+        let digests: Vec<String> = self.api_keys.iter().map(Digest::to_string).collect();
+        let networks: Vec<String> = self.networks.iter().map(Network::to_string).collect();
+        json!({ "plan": self.plan, "api_keys": digests, "subjects": self.subjects, "networks": networks })
+    }
+
+    /// Why this cannot be a client in the store.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with it, without its values.
+    pub fn check(&self, clients: &Clients) -> Result<(), String> {
+        let plans = || quoted_list(clients.defined_plans.iter().map(String::as_str), "and");
+        match self {
+            _ if !is_name(&self.name) => Err("a name has at most 64 letters, digits, `_`, `-` and `.`".to_owned()),
+            _ if !clients.defined_plans.contains(&self.plan) => {
+                Err(format!("plan {} is not defined by any rule; plans: {}", quoted(&self.plan), plans()))
+            }
+            _ if self.subjects.iter().any(String::is_empty) => Err("a subject is empty".to_owned()),
+            _ if self.subjects.iter().any(|subject| is_pattern(subject)) => {
+                Err("a subject is a pattern, and subjects are compared as a whole".to_owned())
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -102,11 +102,16 @@ pub fn definition_fix(name: &str, section: &str, defined: &[&str]) -> String {
 
 /// Reports a name that cannot be used in header fields and metric labels as it is.
 pub fn check_name(entry: &Item, report: &mut Report) {
-    if entry.key != nearest_name(entry.key) {
+    if !is_name(entry.key) {
         let message = format!("{} cannot be a name", quoted(entry.key));
         let fix = format!("write {}: at most 64 letters, digits, `_`, `-` and `.`", quoted(&nearest_name(entry.key)));
         report.problem(entry.key_span.clone(), message, fix);
     }
+}
+
+/// Whether a text can be a name.
+pub fn is_name(text: &str) -> bool {
+    text == nearest_name(text)
 }
 
 /// The name with each unsuitable character replaced by `-`, cut to 64 characters.

@@ -309,6 +309,23 @@ impl ClientPlans {
         self.by_name.find(self.hasher.hash_one(name), |client| client.name == name)
     }
 
+    /// What of a client another one has, and the name of that one.
+    pub fn conflict(&self, client: &Client) -> Option<(&'static str, &str)> {
+        let other = |owner: &KnownClient| owner.name != client.name;
+        let keys = client.api_keys.iter().filter_map(|key| {
+            let found = self.by_api_key.find(hash_of_digest(key), |(known, _)| known == key);
+            found.map(|(_, owner)| ("key", owner))
+        });
+        let subjects =
+            client.subjects.iter().filter_map(|subject| Some(("subject", self.by_subject(subject.as_bytes())?)));
+        let networked = self.by_network.clients.iter();
+        let networks = networked.filter(|owner| owner.networks.iter().any(|network| client.networks.contains(network)));
+        let mut owners = keys.map(|(what, owner)| (what, &**owner)).chain(subjects);
+        let found = owners.find(|(_, owner)| other(owner));
+        let found = found.or_else(|| networks.map(|owner| ("network", &**owner)).find(|(_, owner)| other(owner)));
+        found.map(|(what, owner)| (what, owner.name.as_str()))
+    }
+
     /// All clients, in no order.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<KnownClient>> {
         self.by_name.iter()
