@@ -129,7 +129,7 @@ impl History {
         is_due(now_ms, self.ranges[0].ended_ms, RANGES[0].0)
     }
 
-    /// Adds the samples that end now. `down`: what is down, see [`Downtime::what`].
+    /// Adds the samples that end now. `down`: names of what is down.
     pub fn add<'d>(&mut self, now_ms: u64, totals: &Totals, down: impl Iterator<Item = &'d str>) {
         let since_ms = self.ranges[0].ended_ms.max(now_ms.saturating_sub(RANGES[0].0));
         self.names.retain(|name| Arc::strong_count(name) > 1);

@@ -246,9 +246,10 @@ fn prometheus_accepts_the_metrics_of_every_part() {
     let (upstream, receiver) = (Upstream::always(200), free_port());
     let (log, snapshot) = (scratch.path().join("access.log"), scratch.path().join("snapshot"));
     let tls = tls.replace("[listen]\n", "[listen]\nratelimit_service = \"127.0.0.1:0\"\n");
+    let denied = scratch.write("access.toml", "[[deny]]\nkey = { part = \"header:x-device\", value = \"d\" }\n");
     let process = Process::spawn_with(
         &format!(
-            "{tls}[metrics]\nclients = true\n[access_log]\nfile = {log:?}\n\
+            "{tls}[access]\nfile = {denied:?}\n[notify]\nat = \"80%\"\n[metrics]\nclients = true\n[access_log]\nfile = {log:?}\n\
              [counters.shared]\nredis = \"redis://127.0.0.1:{}\"\ntimeout = \"10s\"\n\
              [tracing]\nendpoint = \"http://127.0.0.1:{receiver}\"\nsample = 1\n\
              [clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n{}\
@@ -275,6 +276,7 @@ fn prometheus_accepts_the_metrics_of_every_part() {
     let statuses: Vec<u16> = (0..7).map(|_| client.get("/a").status).collect();
     assert!(statuses.contains(&200) && statuses.contains(&429), "{statuses:?}");
     client.get_with("/b", &[("X-Api-Key", "a key")]);
+    client.get_with("/b", &[("X-Device", "d")]).expect(403);
     // Shared counters have no snapshot.
     let saving = Process::spawn(&format!(
         "{}[counters]\nsnapshot = {snapshot:?}\nsnapshot_every = \"1s\"\n",

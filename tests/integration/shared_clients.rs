@@ -202,6 +202,11 @@ fn the_api_of_any_gateway_changes_clients() {
     let rejected = put(&a, json!({ "plan": "gold" }));
     assert!(rejected.status >= 400 && rejected.text().contains("not defined by any rule"), "{}", rejected.text());
     put(&a, json!({ "plan": "basic" })).expect(201);
+    // The command asks the gateway: this copy knows no client.
+    let listen = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"{}\"\n", a.admin);
+    let asking = scratch.write("asking.toml", listen + &config(&redis, &scratch.path().join("no.copy"), &[]));
+    let (code, shown, _) = process::run(&["clients", "show", "acme", "--config", asking.to_str().unwrap()]);
+    assert!(code == Some(0) && shown.contains("plan:     basic\n"), "{shown}");
     let issue = |gateway: &Process| {
         let issued = call(gateway, "POST", "/v1/clients/acme/keys", &[], Value::Null).expect(201).json();
         (issued["id"].as_str().unwrap().to_owned(), issued["key"].as_str().unwrap().to_owned())
@@ -267,4 +272,37 @@ fn a_revoked_key_is_refused_elsewhere_within_a_second() {
     println!("p50 {:?}, max {:?}", delays[TRIALS / 2], delays[TRIALS - 1]);
     // The product promises a second. The median is that of a machine that is not busy.
     assert!(delays[TRIALS / 2] < Duration::from_secs(1), "{delays:?}");
+}
+
+#[test]
+fn keys_of_a_client_on_all_gateways_together_get_exactly_the_limit() {
+    const KEYS: usize = 50;
+    const CONNECTIONS: usize = 64;
+    const REQUESTS_EACH: usize = 5;
+    let (redis, scratch) = (RedisServer::start(), TempDir::new());
+    let start = |number: usize| Process::spawn(&config(&redis, &scratch.path().join(format!("{number}.copy")), &[]));
+    let gateways: Vec<Process> = (0..4).map(start).collect();
+    let keys: Vec<String> = (0..KEYS).map(|number| format!("key {number}")).collect();
+    let borrowed: Vec<&str> = keys.iter().map(String::as_str).collect();
+    change(&redis, "acme", Some(&client_json("pro", &borrowed)));
+    // A later change: gateways that know it know the former one.
+    change(&redis, "probe", Some(&client_json("basic", &["probe"])));
+    gateways.iter().for_each(|gateway| _ = wait_for_status(gateway, "probe", 200));
+    // Each connection sends requests of several keys.
+    let send = |connection: usize, gateway: &Process| {
+        let mut client = gateway.client();
+        let key = |request: usize| &keys[(connection * REQUESTS_EACH + request) % KEYS];
+        let statuses = (0..REQUESTS_EACH).map(|request| client.get_with("/a", &[("X-API-Key", key(request))]).status);
+        statuses
+            .inspect(|status| assert!([200, 429].contains(status), "{status}"))
+            .filter(|status| *status == 200)
+            .count()
+    };
+    let admitted: usize = thread::scope(|scope| {
+        let sending = gateways.iter().flat_map(|gateway| (0..CONNECTIONS).map(move |connection| (connection, gateway)));
+        let threads: Vec<_> =
+            sending.map(|(connection, gateway)| scope.spawn(move || send(connection, gateway))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    assert_eq!(admitted, 1000, "of {} requests", gateways.len() * CONNECTIONS * REQUESTS_EACH);
 }

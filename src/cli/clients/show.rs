@@ -9,26 +9,35 @@ use http_body_util::Full;
 use serde_json::Value;
 
 use super::super::admin_client::{self, RunningGateway};
-use super::super::{Exit, read_config};
+use super::super::{Exit, add_copied_clients, read_config};
 use super::{Failure, Show, clients_of, find_client};
 use crate::explain::rule_state::seconds_text;
 use crate::file_watch::FileWatch;
+use transom_config::clients::ClientsSource;
 use transom_limiter::secret_digest::Digest;
 use transom_rules::client_plans::describe_client;
 
 pub fn show(path: &Path, Show { name, json, token }: &Show) -> Result<(), Failure> {
     let failed = |reason: String| Failure(Exit::Failed, format!("transom: {reason}\n"));
-    let config = read_config(path, &mut FileWatch::default())
+    let mut config = read_config(path, &mut FileWatch::default())
         .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))?;
+    add_copied_clients(&mut config);
     let clients = clients_of(&config, path)?;
-    let client = find_client(clients, name)?;
+    let known = match (find_client(clients, name), clients.source) {
+        (Err(unknown), ClientsSource::File) => return Err(unknown),
+        // The gateway may know a client that its copy lacks.
+        (known, _) => known,
+    };
     let token = token.read(Some(&config)).map_err(failed)?;
     let answer = match admin_client::admin_address(&config) {
         Some(address) => ask_gateway(&RunningGateway { address, token }, name).map_err(failed)?,
         None => None,
     };
     let is_live = answer.is_some();
-    let client = answer.unwrap_or_else(|| describe_client(clients, client, Digest::brief));
+    let client = match answer {
+        Some(client) => client,
+        None => describe_client(clients, known?, Digest::brief),
+    };
     if *json {
         print_out!("{client:#}");
     } else {
