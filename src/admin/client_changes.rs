@@ -9,6 +9,8 @@ use super::AdminBody;
 use super::client_store::{Changed, Edit};
 use super::endpoints::{Call, json_response, with_body};
 use super::json_objects::CLIENT_SETTINGS;
+use transom_config::Config;
+use transom_config::access::{Allowed, DenyEntry, DenyTarget};
 use transom_config::clients::{Client, Clients};
 use transom_http::error::ApiError;
 use transom_limiter::ip_prefix::Network;
@@ -58,12 +60,29 @@ pub async fn patch(call: Call) -> Result<Response<AdminBody>, ApiError> {
 /// `DELETE /v1/clients/{name}`.
 pub async fn delete(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let name = call.path_value(0).to_owned();
+    if let Some(place) = place_of_name(&call.decision_api()?.served.config, &name) {
+        return Err(ApiError::Conflict(format!("{place} names the client: remove it there first")));
+    }
     let edit: Edit = Box::new(move |known| match known {
         Some(_) => Ok(None),
         None => Err(ApiError::UnknownClient(name.clone())),
     });
     change(&call, "remove client", None, edit).await?;
     Ok(with_body(responses::no_content_response()))
+}
+
+/// What names a client in configuration files, which must not name a client that does not exist.
+fn place_of_name(config: &Config, name: &str) -> Option<String> {
+    let mut entries = config.access.iter().flat_map(|access| access.deny.iter());
+    let is_named = |entry: &&DenyEntry| matches!(&entry.target, DenyTarget::Client(client) if client == name);
+    let is_let_in = |allowed: &Allowed| matches!(allowed, Allowed::Client(client) if client.text == name);
+    let mut routes = config.routes.iter();
+    match entries.find(is_named) {
+        Some(entry) => Some(format!("deny entry {}", entry.id)),
+        None => routes
+            .find(|route| route.allow.iter().any(is_let_in))
+            .map(|route| format!("`allow` of route `{}`", route.name)),
+    }
 }
 
 /// `POST /v1/clients/{name}/keys`: generates a key, and returns it this once.

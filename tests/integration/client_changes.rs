@@ -198,3 +198,21 @@ fn changes_are_recorded_without_keys_in_clear() {
     assert_eq!(lines[1]["after"]["keys"], json!([key["id"]]));
     assert_eq!((&lines[2]["before"]["name"], &lines[2]["after"]), (&json!("beta"), &Value::Null));
 }
+
+#[test]
+fn a_client_that_other_files_name_is_not_removed() {
+    let scratch = TempDir::new();
+    let denied = scratch.write("access.toml", "[[deny]]\nclient = \"acme\"\n");
+    let toml = config(&format!("[access]\nfile = {denied:?}\n"));
+    let process = Process::spawn_with(
+        &toml.replace("rules = [\"r\"]", "rules = [\"r\"]\nallow = [\"client:beta\"]"),
+        &format!("{CLIENTS}[clients.beta]\nplan = \"gold\"\napi_keys = []\n"),
+    );
+    let problem = |name: &str| {
+        let response = call(&process, "DELETE", &format!("/v1/clients/{name}"), Value::Null).expect(409);
+        response.json()["detail"].as_str().unwrap().to_owned()
+    };
+    assert!(problem("acme").contains("deny entry "), "{}", problem("acme"));
+    assert!(problem("beta").contains("`allow` of route `"), "{}", problem("beta"));
+    call(&process, "DELETE", "/v1/clients/gamma", Value::Null).expect(404);
+}
