@@ -169,8 +169,9 @@ fn test_file_for(name: &Path, clients: &str, block: &str) -> io::Result<Vec<u8>>
         "jwks.json" => "keys/jwks.json",
         "authority.pem" => "good/authority.pem",
         "redis.password" => "good/redis.password",
-        "admin.token" | "admin-token" | "notify.secret" => "good/admin.token",
+        "admin.token" | "admin-token" | "notify.secret" | "portal.token" => "good/admin.token",
         "support.token" => "good/support.token",
+        "on-call.token" => "good/on-call.token",
         other => panic!("the documentation names `{other}`: choose a test file for it here"),
     };
     fs::read(folder.join(file))

@@ -196,7 +196,8 @@ fn parse(body: &[u8], now_ms: u64) -> Result<NewEntry, ApiError> {
         (None, Some(lasts)) => {
             let lasts_ms = duration_ms(&lasts).filter(|ms| *ms > 0);
             let lasts_ms = lasts_ms.ok_or_else(|| malformed("`for` is not a duration, such as `1h`"))?;
-            Some(now_ms.saturating_add(lasts_ms).next_multiple_of(1000))
+            let ends_ms = now_ms.checked_add(lasts_ms).and_then(|ms| ms.checked_next_multiple_of(1000));
+            Some(ends_ms.ok_or_else(|| malformed("`for` is too long"))?)
         }
         (Some(_), Some(_)) => return Err(malformed("`until` and `for` are both given: keep one of the two")),
     };

@@ -536,7 +536,18 @@ async fn respond(
         Some(_) => read_body(body).await?,
         None => Bytes::new(),
     };
-    (row.handle)(Call { state: Rc::clone(state), caller, parts, body, path_values }).await
+    let handled = (row.handle)(Call { state: Rc::clone(state), caller, parts, body, path_values });
+    if row.verb == Verb::Get {
+        return handled.await;
+    }
+    // A change is completed and recorded, also if the client closes the connection meanwhile.
+    match tokio::task::spawn_local(handled).await {
+        Ok(response) => response,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(_ended) => Err(ApiError::HandedOver),
+        },
+    }
 }
 
 async fn read_body(body: Incoming) -> Result<Bytes, ApiError> {

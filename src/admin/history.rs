@@ -32,7 +32,8 @@ pub struct Range(usize);
 impl Range {
     /// The shortest range that has so many hours.
     pub fn of_hours(hours: u64) -> Range {
-        let reaches = |(length_ms, samples): &(u64, usize)| length_ms * *samples as u64 >= hours * 3_600_000;
+        let reaches =
+            |(length_ms, samples): &(u64, usize)| length_ms * *samples as u64 >= hours.saturating_mul(3_600_000);
         Range(RANGES.iter().position(reaches).unwrap_or(RANGES.len() - 1))
     }
 }

@@ -152,7 +152,14 @@ fn add(place: &Place, Add { target, lasts_ms, routes, reason, .. }: &Add) -> Res
         }
         target => target,
     };
-    let until_ms = lasts_ms.map(|lasts_ms| Clock::system().wall_ms().saturating_add(lasts_ms).next_multiple_of(1000));
+    let until_ms = match *lasts_ms {
+        Some(lasts_ms) => {
+            let ends_ms = Clock::system().wall_ms().checked_add(lasts_ms);
+            let ends_ms = ends_ms.and_then(|ms| ms.checked_next_multiple_of(1000));
+            Some(ends_ms.ok_or_else(|| Failure::usage("the time is too long", "leave `--for` out"))?)
+        }
+        None => None,
+    };
     let new = NewEntry { target, routes: routes.clone(), until_ms, reason: reason.clone() };
     let config = match place {
         Place::File(config) => config,

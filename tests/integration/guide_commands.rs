@@ -184,15 +184,17 @@ fn the_guide_to_selling_an_api_is_a_story_that_works() {
     let denied = next(folder);
     assert!(denied.contains("203.0.113.0/24") && denied.contains("scraper"), "{denied}");
 
+    next(folder);
     let log = || fs::read_to_string(folder.join("access.log")).unwrap();
-    eventually("the refusal is in the access log", || log().contains("refused_by"));
+    let is_refused = |line: &str| line.contains("refused_by") && line.contains("initech");
+    eventually("the refusal is in the access log", || log().lines().any(is_refused));
     let support = next(folder);
-    for expected in ["\t/reports\tper-client-minute\n", "plan:     pro", "decision: admitted"] {
+    for expected in ["\t/reports\tper-client-minute\n", "plan:     free", "decision: refused with 429"] {
         assert!(support.contains(expected), "{expected:?}: {support}");
     }
     let audit = next(folder);
-    assert_eq!(audit.lines().count(), 9, "{audit}");
-    assert!(audit.lines().all(|line| line.contains("\"portal\"")), "{audit}");
+    assert_eq!(audit.lines().count(), 10, "{audit}");
+    assert!(audit.lines().last().is_some_and(|line| line.contains("\"on-call\",\"deny\"")), "{audit}");
 }
 
 #[test]

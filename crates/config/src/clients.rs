@@ -120,6 +120,9 @@ impl Client {
     ///
     /// What is wrong with it, without its values.
     pub fn from_json(name: &str, text: &str) -> Result<Client, String> {
+        if !is_name(name) {
+            return Err("its name is invalid".to_owned());
+        }
         let client: Value = serde_json::from_str(text).map_err(|_syntax| "it is not JSON".to_owned())?;
         let plan = client.get("plan").and_then(Value::as_str).ok_or("`plan` is missing")?.to_owned();
         let texts = |member: &'static str| -> Result<Vec<&str>, String> {

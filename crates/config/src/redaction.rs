@@ -98,6 +98,12 @@ fn add_hidden_values(path: &[&str], value: &Spanned<DeValue<'_>>, text: &str, sp
                 || (is_field && is_credential_field(name))
             {
                 spans.push(span);
+            } else if is_in("notify") && name == "url" {
+                // The paths of many receivers are secrets.
+                let host = text[span.clone()].find("://").map_or(span.start, |at| span.start + at + 3);
+                if let Some(path) = text[host..span.end].find('/') {
+                    spans.push(host + path + 1..span.end);
+                }
             } else if string.contains("://")
                 && let Some(query) = text[span.clone()].find('?')
             {

@@ -87,6 +87,9 @@ impl TokenCache {
             self.take_over(published);
         }
         let position = self.claims.iter().position(|claim| claim == name);
+        if position.is_none() && !name.is_empty() {
+            return self.with_other_claim(token, name, now_ms, take);
+        }
         let hash = self.hash(token);
         let mut generations = self.generations.borrow_mut();
         let fresh;
@@ -99,6 +102,22 @@ impl TokenCache {
         };
         let value = position.and_then(|position| verified.values[position].as_deref());
         value.map(take);
+        Ok(value.is_some())
+    }
+
+    /// As [`TokenCache::with_claim`], for a claim that the configuration does not name, as a deny entry of the store may: such
+    /// claims are not kept.
+    #[cold]
+    fn with_other_claim(
+        &self,
+        token: &[u8],
+        name: &str,
+        now_ms: u64,
+        take: impl FnOnce(&str),
+    ) -> Result<bool, TokenError> {
+        let (claims, _lifetime) = self.verifier.borrow().verify(token, now_ms).map_err(|why| self.explain(why))?;
+        let value = claims.text(name);
+        value.as_deref().map(take);
         Ok(value.is_some())
     }
 

@@ -241,9 +241,17 @@ fn parse_page(reply: &Value) -> Option<Page> {
 fn parse_change([name, version, text]: &[Value; 3]) -> Option<MapChange> {
     let text = match text {
         Value::Nil => None,
-        text => Some(reply_text(text)?.into()),
+        text => Some(entry_text(text)?),
     };
-    Some(MapChange { name: reply_text(name)?.into(), version: parse_version(version)?, text })
+    Some(MapChange { name: entry_text(name)?, version: parse_version(version)?, text })
+}
+
+/// A name or a text. What is not UTF-8 is replaced: it makes one entry unusable, not the map.
+fn entry_text(reply: &Value) -> Option<Arc<str>> {
+    match reply {
+        Value::BulkString(bytes) => Some(String::from_utf8_lossy(bytes).into()),
+        other => reply_text(other).map(Arc::from),
+    }
 }
 
 fn parse_changed(reply: &Value) -> Option<Changed> {
@@ -276,6 +284,8 @@ mod tests {
         assert_eq!(page(&[text("abandoned")]), Some(Page::Filling { is_abandoned: true }));
         assert_eq!(page(&[text("gone"), text("e"), text("9"), Value::Int(1)]), Some(Page::Gone));
         let head = [text("changes"), text("e"), text("1796000000000000"), Value::Int(0)];
+        let foreign = [text("a"), text("7"), Value::BulkString(b"\xff".to_vec())];
+        assert!(matches!(page(&[&head[..], &foreign].concat()), Some(Page::Changes { .. })));
         let entries = [text("a"), text("7"), text("{}"), text("b"), text("8"), Value::Nil];
         let changes = vec![
             MapChange { name: "a".into(), version: 7, text: Some("{}".into()) },
