@@ -122,7 +122,7 @@ pub struct Gateway {
     admin_settings: watch::Sender<Admin>,
     /// The history of the dashboard, which the admin thread makes.
     history: Arc<Mutex<History>>,
-    /// Changes of clients that requests to the admin address ask for. Whoever serves the configuration files takes them.
+    /// Changes of clients by requests to the admin address, for the code that applies configurations.
     file_changes: Option<UnboundedReceiver<FileChange>>,
     /// The thread of the active health checks, if any are configured.
     health_thread: Option<JoinHandle<()>>,

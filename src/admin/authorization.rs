@@ -20,7 +20,7 @@ const PROTECTED: &str = "/v1/";
 pub struct Caller {
     /// The name of its token; `None` without one.
     pub token: Option<String>,
-    /// Without tokens in the configuration, everyone has every right.
+    /// Without tokens in the configuration, each caller has every right.
     role: Role,
 }
 

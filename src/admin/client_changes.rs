@@ -175,7 +175,7 @@ fn tag(client: &Client) -> String {
     format!("\"{digits}\"")
 }
 
-/// A key that nobody can guess.
+/// A random key, as hex digits.
 pub fn generate_key() -> Result<String, getrandom::Error> {
     let mut bytes = [0; KEY_BYTES];
     getrandom::fill(&mut bytes)?;

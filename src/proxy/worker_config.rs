@@ -62,7 +62,7 @@ pub struct WorkerConfig {
     /// `RateLimit-Policy`. A copy per worker, so that workers do not contend for its reference count.
     pub policy_fields: IdVec<RouteRulesId, Option<HeaderValue>>,
     pub denials: DenialMetrics,
-    /// The deny entries, as this worker knows them; `None` if everyone is let in.
+    /// The deny entries that this worker uses; `None` without deny entries and allow lists.
     pub deny_list: RefCell<Option<CurrentDenyList>>,
     /// With `[metrics] clients = true`.
     pub client_metrics: Option<ClientMetrics>,

@@ -76,7 +76,7 @@ impl SharedDeny {
         let handle = result.recv().unwrap_or_else(|_gone| Err(io::Error::other("the thread ended at once")));
         let handle = handle.map_err(|source| StartError::Copy { file: place.1.clone(), source })?;
         if !handle.is_known() {
-            tracing::warn!("there is no copy of the shared deny entries: nobody is denied until the store is read");
+            tracing::warn!("there is no copy of the shared deny entries: no request is denied until the store is read");
         }
         Ok(Some(SharedDeny { place, entries, map: handle.map, stop, thread }))
     }
@@ -118,7 +118,7 @@ impl SharedEntries {
         match SharedEntry::parse(text) {
             Some(entry) => drop(self.by_id.insert(Arc::clone(id), entry)),
             None => {
-                tracing::error!("the shared deny entry `{}` cannot be read, and denies nobody here", id.escape_debug());
+                tracing::error!("the shared deny entry `{}` cannot be read, and has no effect here", id.escape_debug());
                 self.by_id.remove(id);
             }
         }

@@ -280,7 +280,7 @@ fn a_changed_access_file_is_reloaded_and_a_bad_one_changes_nothing() {
     assert!(!log.contains("hunter2"), "{log}");
     process.replace_file("access.toml", "");
     process.wait_for_reloads("applied", 2);
-    eventually("nobody is denied", || process.get("/a").status == 200);
+    eventually("no request is denied", || process.get("/a").status == 200);
 }
 
 #[test]

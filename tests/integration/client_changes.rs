@@ -1,12 +1,14 @@
 //! Changes of clients by requests to the admin address: in effect when the response is sent, and in the clients file, whose comments stay.
 
 use std::fs;
+use std::io::Write;
+use std::net::TcpStream;
 
 use serde_json::{Value, json};
 
 use crate::support::client::{Client, HttpResponse};
 use crate::support::process::{Process, run};
-use crate::support::{TempDir, eventually, one_rule};
+use crate::support::{TempDir, eventually, eventually_eq, one_rule};
 
 const CLIENTS: &str = "\
 # Ask sales before you change it.
@@ -215,4 +217,22 @@ fn a_client_that_other_files_name_is_not_removed() {
     assert!(problem("acme").contains("deny entry "), "{}", problem("acme"));
     assert!(problem("beta").contains("`allow` of route `"), "{}", problem("beta"));
     call(&process, "DELETE", "/v1/clients/gamma", Value::Null).expect(404);
+}
+
+#[test]
+fn a_change_is_recorded_if_its_client_closes_the_connection() {
+    const CHANGES: usize = 20;
+    let scratch = TempDir::new();
+    let log = scratch.path().join("audit");
+    let process = Process::spawn_with(&config(&format!("[admin]\naudit_log = {log:?}\n")), CLIENTS);
+    for number in 0..CHANGES {
+        let mut connection = TcpStream::connect(process.admin).unwrap();
+        let (host, body) = (process.admin, "{\"plan\": \"gold\"}");
+        let head =
+            format!("PUT /v1/clients/c{number} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {}\r\n\r\n", body.len());
+        connection.write_all(format!("{head}{body}").as_bytes()).unwrap();
+    }
+    let count = |text: String, part: &str| text.matches(part).count();
+    eventually_eq(|| count(clients_file(&process), "[clients.c"), CHANGES);
+    eventually_eq(|| count(fs::read_to_string(&log).unwrap(), "replace client"), CHANGES);
 }

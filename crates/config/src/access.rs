@@ -1,4 +1,4 @@
-//! `[access]`, and the access file that it names: who is denied. Allow lists of routes: who alone is let in.
+//! `[access]`, and the access file that it names: deny entries. Also the allow lists of routes.
 
 use std::cell::OnceCell;
 use std::collections::HashSet;
@@ -97,7 +97,7 @@ pub struct Access {
     pub deny: Arc<IdVec<DenyId, DenyEntry>>,
 }
 
-/// Whom a gateway denies.
+/// A deny entry: requests that get 403.
 #[derive(Clone, PartialEq, Debug)]
 pub struct DenyEntry {
     pub id: EntryId,
@@ -247,7 +247,7 @@ impl DenyEntry {
     }
 }
 
-/// Who alone is let in on a route.
+/// An entry of the allow list of a route.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Allowed {
     Network(Network),
@@ -463,8 +463,8 @@ pub fn allow_list() -> Custom<Vec<Allowed>> {
 fn read_allow(item: &Item, report: &mut Report) -> Option<Vec<Allowed>> {
     let words = item.strings(ALLOW, report)?;
     if words.is_empty() {
-        let fix = "remove it to let everyone in, or write `respond = { status = 403 }`";
-        return report.reject(item.span.clone(), "`allow` is empty: nobody would be let in", fix);
+        let fix = "remove it to allow all requests, or write `respond = { status = 403 }` to refuse all";
+        return report.reject(item.span.clone(), "`allow` is empty: no request would be allowed", fix);
     }
     let read = |word: &SpannedStr| match word.text.strip_prefix(CLIENT_PREFIX) {
         Some(name) => {
@@ -472,7 +472,7 @@ fn read_allow(item: &Item, report: &mut Report) -> Option<Vec<Allowed>> {
             Some(Allowed::Client(SpannedString::new(item.key, &name)))
         }
         None if ["all", "any", "*"].contains(&word.text) => {
-            let fix = "remove `allow` to let everyone in";
+            let fix = "remove `allow` to allow all requests";
             report.reject(word.span.clone(), format!("{} is not a network", quoted(word.text)), fix)
         }
         // Not the name of a host, which a dot tells.

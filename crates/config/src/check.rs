@@ -40,7 +40,6 @@ pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem
     }
     let valid_text = toml_errors::skip_syntax_errors(text, &mut report);
     let (mut document, _) = DeTable::parse_recoverable(&valid_text);
-    let shown = shown_text(text, document.get_ref());
     references::resolve(document.get_mut(), &mut report);
     let mut config = read_top_level(Table::new(document.get_ref(), 0..0, "the file"), &mut report);
     let mut hidden = report.hidden.clone();
@@ -48,7 +47,7 @@ pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem
         problems if problems.is_empty() => {
             calendar::fill_calendars(config.rules.iter_mut().map(|rule| &mut rule.rule));
             hidden.set_public_text(text);
-            (config.hidden, config.text) = (hidden, shown);
+            (config.hidden, config.text) = (hidden, shown_text(text));
             Ok(config)
         }
         problems => Err(problems),

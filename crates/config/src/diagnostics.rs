@@ -203,6 +203,9 @@ impl<'t> Report<'t> {
 
     /// The problems in the order of their positions, without secrets.
     pub fn into_problems(mut self) -> Vec<Problem> {
+        if self.problems.is_empty() {
+            return self.problems;
+        }
         self.problems.sort_by(|a, b| (&a.file, a.span.start).cmp(&(&b.file, b.span.start)));
         self.problems.dedup();
         let secrets = Secrets::find(self.text);

@@ -60,10 +60,11 @@ impl<'t> Secrets<'t> {
 }
 
 /// The text of a valid configuration for the dashboard, with its secrets replaced by `***`: also keys of exemptions and
-/// overrides, fields with credentials, and queries of URLs. `document` is the parsed text.
-pub fn shown_text(text: &str, document: &DeTable) -> String {
+/// overrides, fields with credentials, queries of URLs, and the path of the receiver of notifications.
+pub fn shown_text(text: &str) -> String {
+    let (document, _) = DeTable::parse_recoverable(text);
     let mut spans = secret_spans(text);
-    for (name, value) in document {
+    for (name, value) in document.get_ref() {
         add_hidden_values(&[name.get_ref()], value, text, &mut spans);
     }
     spans.sort_by_key(|span| span.start);
@@ -499,6 +500,8 @@ mod tests {
         let text = r#"
 [counters.shared]
 redis = "rediss://gateway:hidden-1@redis.internal"
+[notify]
+url = "https://hooks.example/hidden-0/hidden-9?hidden-10"
 [jwt]
 jwks_url = "https://issuer.example/keys?code=hidden-2"
 keys = [{ algorithm = "HS256", secret = "hidden-3" }]
@@ -512,11 +515,12 @@ key = ["hidden-7"]
 path = "/a?b"
 request_headers = { set = { Authorization = "Bearer hidden-8", x-name = "shown" } }
 "#;
-        let shown = shown_text(text, &DeTable::parse(text).unwrap().into_inner());
+        let shown = shown_text(text);
         assert!(!shown.contains("hidden"), "{shown}");
         for part in [
             "rediss://gateway:***@redis.internal",
             "keys?***\"",
+            "https://hooks.example/***\"",
             "{ key = \"***\", windows",
             "x-name = \"shown\"",
             "\"/a?b\"",

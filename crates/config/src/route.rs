@@ -47,7 +47,7 @@ pub struct Route {
     /// Whether WebSocket upgrades are allowed.
     pub websocket: bool,
     pub rules: Vec<RuleId>,
-    /// Who alone is let in; empty: everyone.
+    /// Networks and clients whose requests are allowed; empty: all.
     pub allow: Vec<Allowed>,
     /// Replaces the cost of rules with a fixed cost.
     pub cost: Option<u32>,
@@ -92,8 +92,8 @@ settings! {
         upstream: Option<SpannedString> = Text("name", "\"NAME\"");
         /// Rules that apply. A rule on several routes counts once across them.
         rules: Vec<SpannedString> = Texts("name", "[]");
-        /// Who alone is let in: networks of the client's address, and [clients](#clients) by name, as `"client:NAME"`. All
-        /// others get 403. Without it: everyone. See [Deny and allow lists](#access).
+        /// Networks of the client's address, and [clients](#clients) as `"client:NAME"`, whose requests are allowed. All other
+        /// requests get 403. Default: all are allowed. See [Deny and allow lists](#access).
         allow: Vec<Allowed> = allow_list();
         /// Whether clients may open [WebSockets](#websocket).
         websocket: bool = Boolean(true);

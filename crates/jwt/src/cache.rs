@@ -246,6 +246,20 @@ mod tests {
     }
 
     #[test]
+    fn a_claim_that_the_configuration_does_not_name_is_read() {
+        let (cache, token) = (cache(), token(r#"{"sub":"a","email":"a@b.test"}"#));
+        let read = |name: &str, token: &str| {
+            let mut value = None;
+            cache
+                .with_claim(token.as_bytes(), name, 0, |text| value = Some(text.to_owned()))
+                .map(|found| (found, value))
+        };
+        assert_eq!(read("email", &token), Ok((true, Some("a@b.test".to_owned()))));
+        assert_eq!(read("name", &token), Ok((false, None)));
+        assert!(read("email", &format!("{token}x")).is_err());
+    }
+
+    #[test]
     fn a_signature_is_checked_once() {
         let (mut cache, token) = (cache(), token(r#"{"sub":"alice","exp":100}"#));
         assert_eq!(sub(&cache, &token, 0), Ok(Some("alice".to_owned())));

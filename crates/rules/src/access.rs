@@ -1,4 +1,4 @@
-//! Who is let in: deny entries, and the allow lists of routes. They are asked before any rule counts the request.
+//! Deny entries, and the allow lists of routes. They are checked before any rule counts the request.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -26,7 +26,7 @@ const ALLOW: &str = "allow";
 #[derive(Debug)]
 pub struct AccessControl {
     deny: LiveDenyList,
-    /// `None`: the route lets everyone in.
+    /// `None`: the route has no allow list.
     allow: IdVec<RouteId, Option<AllowList>>,
 }
 
@@ -89,7 +89,7 @@ enum PartSources {
     ByRoute(IdVec<RouteId, KeySource>),
 }
 
-/// Who alone is let in on a route.
+/// The allow list of a route.
 #[derive(Debug)]
 struct AllowList {
     networks: Networks<()>,
@@ -112,7 +112,7 @@ impl CurrentDenyList {
 }
 
 impl AccessControl {
-    /// `None` if everyone is let in.
+    /// `None` without deny entries and allow lists.
     pub fn new(config: &Config) -> Option<AccessControl> {
         let is_open = config.access.is_none() && config.routes.iter().all(|route| route.allow.is_empty());
         (!is_open).then(|| AccessControl {

@@ -59,7 +59,7 @@ pub struct CompiledConfig {
     pub refusal_templates: IdVec<RuleId, RefusalTemplate>,
     /// Clients of the clients file.
     pub clients: Option<Arc<LiveClients>>,
-    /// Who is let in; `None`: everyone.
+    /// Deny and allow lists; `None` if there are none.
     pub access: Option<Arc<AccessControl>>,
     pub routes: IdVec<RouteId, CompiledRoute>,
     pub route_rules: IdVec<RouteRulesId, RouteRules>,

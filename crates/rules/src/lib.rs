@@ -5,7 +5,7 @@
 //! reads a clock, and the limiter decides.
 //!
 //! `compiled_config` is the entry point, and `resolved_request` finds the route and the keys of a request. Routes: `router`,
-//! `route_actions`, `descriptors`. Who is let in: `access`. Keys: `key_source`, `rate_limit_key`, `store_key_text`, `client_plans` (with
+//! `route_actions`, `descriptors`. Deny and allow lists: `access`. Keys: `key_source`, `rate_limit_key`, `store_key_text`, `client_plans` (with
 //! `sharded_table`, `live_clients`), `overrides`,
 //! `top_keys`. Responses: `responses` (with status codes), `ratelimit_headers`, `response_cost`.
 

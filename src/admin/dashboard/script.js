@@ -1014,7 +1014,7 @@ function drawAll(withCharts) {
   drawTiles(); drawStatus(); drawRoutes(); drawRules(); drawKeys();
   if (withCharts) drawCharts();
 }
-// A page that nobody sees holds no stream.
+// A hidden page holds no stream.
 let leave = null;
 document.addEventListener("visibilitychange", () => {
   clearTimeout(leave);
