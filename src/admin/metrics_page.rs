@@ -22,7 +22,12 @@ pub fn response(state: &AdminState, fields: &HeaderMap) -> LocalResponse {
     state.registry.remove_unused();
     let mut readings: Vec<Reading> = process::readings().into_iter().chain(readings(state)).collect();
     if let Some(decision_api) = &*state.decision_api.borrow() {
-        decision_api.served.config.rules.iter().for_each(|rule| add_limits(rule, &mut readings));
+        let served = &decision_api.served;
+        served.config.rules.iter().for_each(|rule| add_limits(rule, &mut readings));
+        if let (true, Some(plans)) = (served.config.metrics.clients, served.decision_service.clients()) {
+            let exists = |client: &str, plan: &str| plans.named(client).is_some_and(|client| client.plan == plan);
+            readings.extend(state.registry.counted_clients.readings(state.clock.wall_ms(), exists));
+        }
     }
     let format = accepted::format(fields);
     let page = render(&state.registry, NAMES, &readings, format);

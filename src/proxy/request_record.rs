@@ -40,7 +40,8 @@ use transom_rules::client_plans;
 use transom_rules::resolved_request::ResolvedRequest;
 use transom_rules::responses::CLIENT_CLOSED_REQUEST;
 use transom_runtime::clock::Timestamp;
-use transom_runtime::metrics::events::{ClientCells, RouteMetrics, UpstreamOutcome};
+use transom_runtime::metrics::clients::ClientCells;
+use transom_runtime::metrics::events::{RouteMetrics, UpstreamOutcome};
 use transom_runtime::metrics::storage::GaugeGuard;
 
 /// Limit for each text of the client's in the access log.

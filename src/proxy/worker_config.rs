@@ -39,9 +39,10 @@ use transom_rules::resolved_request::ResolvedRequest;
 use transom_rules::responses::{self, RefusalCache, RefusalResponse, RefusedRequest};
 use transom_rules::top_keys::{KeyName, TopKeys};
 use transom_runtime::clock::Clock;
+use transom_runtime::metrics::clients::ClientMetrics;
 use transom_runtime::metrics::events::{
-    ClientMetrics, ConcurrencyGauge, DelayGauge, DenialMetrics, DroppedMarks, DroppedSpans, RefundCounter,
-    RouteMetrics, UpstreamMetrics, WindowMetrics,
+    ConcurrencyGauge, DelayGauge, DenialMetrics, DroppedMarks, DroppedSpans, RefundCounter, RouteMetrics,
+    UpstreamMetrics, WindowMetrics,
 };
 use transom_runtime::metrics::storage::GaugeGuard;
 use transom_runtime::metrics::upstream::{ActiveGauge, ConnectionGauge, RetryMetrics};

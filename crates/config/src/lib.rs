@@ -232,7 +232,8 @@ settings! {
 settings! {
     /// Metrics on the admin address.
     pub struct MetricsSettings {
-        /// Count the requests of each client of `[clients]`, by its name and plan: `transom_client_requests_total`.
+        /// Count the requests of each client of `[clients]`, by its name and plan: `transom_client_requests_total`. At most 10,000
+        /// clients have series of their own.
         clients: bool = Boolean(false);
         /// Upper bounds of the buckets of `transom_request_duration_seconds`, ascending. An SLO of 300 ms needs the bucket
         /// `"300ms"`.

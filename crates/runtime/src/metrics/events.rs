@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use transom_limiter::handles::{Handle, IdVec, LayerId, PlanPosition, RuleId};
 
+use super::clients::CLIENT_REQUESTS;
 use super::storage::{GaugeGuard, Histogram, MetricCell, RouteCells};
 use super::{Metric, Registry, WorkerId, counter, gauge, histogram, process, redis, upstream};
 
@@ -35,8 +36,6 @@ static DENIED: Metric = counter(
     "transom_denied_total",
     "Denied requests by deny entry; allow: by the allow list of the route; other: by entries beyond the first hundred.",
 );
-static CLIENT_REQUESTS: Metric =
-    counter("transom_client_requests_total", "Requests of the clients of the clients file, by plan and outcome.");
 static DECISION_DURATION: Metric =
     histogram("transom_decision_duration_seconds", "Time to decide a request, without waiting for the shared store.");
 static SERVICE_CALLS: Metric =
@@ -419,44 +418,6 @@ impl RefundCounter {
 
     pub fn refunded(&self) {
         self.0.add(1);
-    }
-}
-
-/// Requests of the clients of the clients file in one worker.
-#[derive(Debug)]
-pub struct ClientMetrics {
-    registry: Arc<Registry>,
-    worker: WorkerId,
-    /// By the number of the client.
-    cells: RefCell<Vec<Option<ClientCells>>>,
-}
-
-/// The admitted and the refused requests of one client.
-#[derive(Clone, Debug)]
-pub struct ClientCells(Rc<[Arc<MetricCell>; 2]>);
-
-impl ClientMetrics {
-    pub fn new(registry: &Arc<Registry>, worker: WorkerId) -> ClientMetrics {
-        ClientMetrics { registry: Arc::clone(registry), worker, cells: RefCell::default() }
-    }
-
-    /// The cells of a client. `number` is that of no other client; small numbers take less memory.
-    pub fn cells(&self, number: usize, client: &str, plan: &str) -> ClientCells {
-        let mut cells = self.cells.borrow_mut();
-        if cells.len() <= number {
-            cells.resize(number + 1, None);
-        }
-        let outcome = |outcome| {
-            let labels = [("client", client), ("plan", plan), ("outcome", outcome)];
-            self.registry.cell(&CLIENT_REQUESTS, self.worker, &labels)
-        };
-        cells[number].get_or_insert_with(|| ClientCells(Rc::new(["admitted", "refused"].map(outcome)))).clone()
-    }
-}
-
-impl ClientCells {
-    pub fn decided(&self, is_refused: bool) {
-        self.0[usize::from(is_refused)].add(1);
     }
 }
 

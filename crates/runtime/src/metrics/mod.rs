@@ -1,7 +1,7 @@
 //! Prometheus metrics.
 //!
 //! `storage` holds the numbers, `events`, `redis` and `upstream` define metrics with one function per event, `process` reads
-//! those of the process, `exposition` sums and renders, `totals` and `reload_log` are for the dashboard. Labels come from the
+//! those of the process, `clients` counts by client, `exposition` sums and renders, `totals` and `reload_log` are for the dashboard. Labels come from the
 //! configuration, never from a request, so their number is bounded. No decision of the gateway depends on a metric.
 
 use std::collections::BTreeMap;
@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use metrics::Label;
 
+pub mod clients;
 pub mod events;
 pub mod exposition;
 pub mod process;
@@ -19,6 +20,7 @@ pub mod storage;
 pub mod totals;
 pub mod upstream;
 
+use clients::CountedClients;
 use reload_log::ReloadLog;
 use storage::{Histogram, MetricCell, REQUEST_BOUNDS_MAX, RouteCells};
 
@@ -66,6 +68,7 @@ pub struct Registry {
     histograms: Mutex<Series<Histogram>>,
     routes: Mutex<BTreeMap<RouteKey, BTreeMap<WorkerId, Arc<RouteCells>>>>,
     pub reload_log: ReloadLog,
+    pub counted_clients: CountedClients,
 }
 
 impl Registry {
