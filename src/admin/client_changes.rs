@@ -8,7 +8,7 @@ use sha2::{Digest as _, Sha256};
 use super::AdminBody;
 use super::client_store::{Changed, Edit};
 use super::endpoints::{Call, json_response, with_body};
-use super::json_objects::CLIENT_SETTINGS;
+use super::json_objects::{CLIENT_SETTINGS, GIVEN_KEY};
 use transom_config::Config;
 use transom_config::access::{Allowed, DenyEntry, DenyTarget};
 use transom_config::clients::{Client, Clients};
@@ -85,17 +85,34 @@ fn place_of_name(config: &Config, name: &str) -> Option<String> {
     }
 }
 
-/// `POST /v1/clients/{name}/keys`: generates a key, and returns it this once.
+/// `POST /v1/clients/{name}/keys`: generates a key, and returns it this once; or adds the key with the digest of the request.
 pub async fn add_key(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let key = generate_key().map_err(|error| ApiError::Unavailable(format!("there are no random numbers: {error}")))?;
-    let (digest, name) = (Digest::of(key.as_bytes()), call.path_value(0).to_owned());
+    let given = if call.body.is_empty() { Map::new() } else { parse_object(&call.body)? };
+    GIVEN_KEY.check_names(&given)?;
+    let no_random = |error| ApiError::Unavailable(format!("there are no random numbers: {error}"));
+    let (digest, key) = match given.get("id").filter(|id| !id.is_null()) {
+        Some(id) => {
+            let digest = id.as_str().and_then(Digest::parse);
+            let malformed = || ApiError::Malformed(format!("`id` is not `{}` and 64 hex digits", Digest::PREFIX));
+            (digest.ok_or_else(malformed)?, None)
+        }
+        None => {
+            let key = generate_key().map_err(no_random)?;
+            (Digest::of(key.as_bytes()), Some(key))
+        }
+    };
+    let name = call.path_value(0).to_owned();
     let edit: Edit = Box::new(move |known| {
         let mut client = known.cloned().ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
-        client.api_keys.push(digest);
+        if !client.api_keys.contains(&digest) {
+            client.api_keys.push(digest);
+        }
         Ok(Some(client))
     });
     let (changed, _) = change(&call, "add key", Some(digest.to_string()), edit).await?;
-    let mut response = responses::created(json_response(&json!({ "id": digest.to_string(), "key": key })));
+    let mut added = json!({ "id": digest.to_string() });
+    key.iter().for_each(|key| added["key"] = json!(key));
+    let mut response = responses::created(json_response(&added));
     changed.after.iter().for_each(|client| insert_tag(&mut response, client));
     Ok(with_body(responses::not_stored(response)))
 }
@@ -222,13 +239,20 @@ impl Settings {
         Ok(Settings { plan: plan.to_owned(), subjects: texts("subjects")?, networks })
     }
 
-    /// The client with these settings.
+    /// The client with these settings. A secret subject that the client has may be written as it is shown: by its digest.
     fn applied_to(&self, name: &str, known: Option<&Client>) -> Client {
+        let known_subjects = || known.into_iter().flat_map(|client| &client.subjects);
+        let subject = |given: &String| {
+            let shown = |subject: &&String| {
+                given.starts_with(Digest::PREFIX) && Digest::of(subject.as_bytes()).brief() == *given
+            };
+            known_subjects().find(shown).unwrap_or(given).clone()
+        };
         Client {
             name: name.to_owned(),
             plan: self.plan.clone(),
             api_keys: known.map(|client| client.api_keys.clone()).unwrap_or_default(),
-            subjects: self.subjects.clone(),
+            subjects: self.subjects.iter().map(subject).collect(),
             // All can be parsed.
             networks: self.networks.iter().filter_map(|network| network.parse().ok()).collect(),
         }
@@ -262,5 +286,24 @@ impl Preconditions {
         };
         let holds = self.if_match.as_ref().is_none_or(is_listed) && !self.if_none_match.as_ref().is_some_and(is_listed);
         if holds { Ok(()) } else { Err(ApiError::PreconditionFailed) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_secret_subject_stays_when_it_is_written_as_it_is_shown() {
+        let settings = |subjects: &[&str]| Settings {
+            plan: "gold".to_owned(),
+            subjects: subjects.iter().map(|subject| (*subject).to_owned()).collect(),
+            networks: Vec::new(),
+        };
+        let known = settings(&["hunter2", "other"]).applied_to("acme", None);
+        let shown = Digest::of(b"hunter2").brief();
+        let changed = settings(&["new", &shown]).applied_to("acme", Some(&known));
+        assert_eq!(changed.subjects, ["new", "hunter2"]);
+        assert_eq!(settings(&[&shown]).applied_to("acme", None).subjects, [shown]);
     }
 }

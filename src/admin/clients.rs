@@ -1,5 +1,7 @@
 //! `GET /v1/clients` and `GET /v1/clients/NAME`: the clients, and how much of its limits each has used.
 
+use std::ops::Bound;
+
 use http::Response;
 use serde_json::{Map, Value, json};
 
@@ -14,9 +16,65 @@ use transom_limiter::secret_digest::Digest;
 use transom_rules::client_plans::describe_client;
 use transom_rules::responses::LocalResponse;
 
+/// Clients that one request looks at. A page of a search may have fewer items than asked for, or none, and still a `next`.
+const SEARCHED_MAX: usize = 10_000;
+/// Names that are read at once from the data of the store while changes wait.
+const NAMES: usize = 1000;
+
 /// `GET /v1/clients`.
 pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
-    Ok(json_response(&json!({ "clients": describe_all(&*call.decision_api()?) })))
+    let decision_api = call.decision_api()?;
+    let (limit, mut after) = call.page()?;
+    let (search, plan) = (call.parameter("search")?.unwrap_or_default().to_lowercase(), call.parameter("plan")?);
+    let words: Vec<&str> = search.split_whitespace().collect();
+    let served = &decision_api.served;
+    let (Some(configured), Some(plans)) = (&served.config.clients, served.decision_service.clients()) else {
+        return Ok(json_response(&json!({ "clients": [], "next": null, "total": 0 })));
+    };
+    let (mut found, mut searched) = (Vec::new(), 0);
+    while found.len() < limit && searched < SEARCHED_MAX {
+        let names = names_after(&decision_api, after.as_deref(), NAMES);
+        if names.is_empty() {
+            break;
+        }
+        for name in names {
+            if found.len() < limit {
+                // One whose plan no rule defines is not known.
+                let client = plans.named(&name).filter(|client| plan.as_ref().is_none_or(|plan| client.plan == *plan));
+                let described = client.map(|client| describe_client(configured, client, Digest::brief));
+                found.extend(described.filter(|client| has_words(client, &words)));
+                searched += 1;
+                after = Some(name);
+            }
+        }
+    }
+    let next = after.filter(|after| !names_after(&decision_api, Some(after), 1).is_empty());
+    Ok(json_response(&json!({ "clients": found, "next": next, "total": plans.len() })))
+}
+
+/// Whether each word, which is in lower case, is in the name, plan, subjects or networks of a described client.
+pub fn has_words(client: &Value, words: &[&str]) -> bool {
+    let lists = ["subjects", "networks"].into_iter().flat_map(|list| client[list].as_array().into_iter().flatten());
+    let texts = [&client["name"], &client["plan"]].into_iter().chain(lists).filter_map(Value::as_str);
+    let text = texts.collect::<Vec<_>>().join("\n").to_lowercase();
+    words.iter().all(|word| text.contains(word))
+}
+
+/// The names of some clients, sorted.
+fn names_after(decision_api: &DecisionApi, after: Option<&str>, count: usize) -> Vec<String> {
+    if let Some(shared) = &decision_api.shared_clients {
+        let after = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let entries = shared.map.lock();
+        return entries
+            .entries
+            .range::<str, _>((after, Bound::Unbounded))
+            .take(count)
+            .map(|(name, _)| name.to_string())
+            .collect();
+    }
+    let clients = decision_api.served.config.clients.iter().map(|clients| &clients.list[..]).next().unwrap_or_default();
+    let first = after.map_or(0, |after| clients.partition_point(|client| client.name.as_str() <= after));
+    clients[first..].iter().take(count).map(|client| client.name.clone()).collect()
 }
 
 /// `GET /v1/clients/{name}`.
@@ -26,16 +84,6 @@ pub async fn show(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let client = call.state.client_store.read(&decision_api, name);
     client.iter().for_each(|client| client_changes::insert_tag(&mut response, client));
     Ok(with_body(response))
-}
-
-fn describe_all(decision_api: &DecisionApi) -> Vec<Value> {
-    let served = &decision_api.served;
-    let (Some(configured), Some(plans)) = (&served.config.clients, served.decision_service.clients()) else {
-        return Vec::new();
-    };
-    let mut clients: Vec<_> = plans.iter().collect();
-    clients.sort_unstable_by_key(|client| client.number);
-    clients.into_iter().map(|client| describe_client(configured, client, Digest::brief)).collect()
 }
 
 async fn client_with_usage(state: &AdminState, decision_api: &DecisionApi, name: &str) -> Result<Value, ApiError> {

@@ -33,10 +33,21 @@ const CLEARED_AFTER_MS: u64 = 24 * 60 * 60 * 1000;
 /// `GET /v1/deny`.
 pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
     let (decision_api, now_ms) = (call.decision_api()?, call.state.clock.wall_ms());
-    let config = &decision_api.served.config;
-    let entries = current_entries(&decision_api.served);
-    let entries = entries.iter().flat_map(|entries| entries.iter());
-    Ok(json_response(&json!({ "deny": entries.map(|entry| entry.to_json(config, now_ms)).collect::<Vec<_>>() })))
+    let (limit, after) = call.page()?;
+    let malformed = || ApiError::Malformed(String::from("`after` is not the id of a deny entry"));
+    let after = after.map(|after| after.parse::<EntryId>()).transpose().map_err(|_other| malformed())?;
+    let entries = current_entries(&decision_api.served).unwrap_or_default();
+    let mut later: Vec<&DenyEntry> =
+        entries.iter().filter(|entry| after.is_none_or(|after| entry.id > after)).collect();
+    let rest = later.len().saturating_sub(limit);
+    if rest > 0 {
+        later.select_nth_unstable_by_key(limit, |entry| entry.id);
+        later.truncate(limit);
+    }
+    later.sort_unstable_by_key(|entry| entry.id);
+    let next = later.last().filter(|_| rest > 0).map(|entry| entry.id.to_string());
+    let listed: Vec<Value> = later.iter().map(|entry| entry.to_json(&decision_api.served.config, now_ms)).collect();
+    Ok(json_response(&json!({ "deny": listed, "next": next, "total": entries.len() })))
 }
 
 fn current_entries(served: &ServedConfig) -> Option<Arc<IdVec<DenyId, DenyEntry>>> {

@@ -18,7 +18,7 @@ use super::audit_log::AuditEntry;
 use super::authorization::{self, Caller};
 use super::json_objects::{
     CLIENT_PATCH, CLIENT_SETTINGS, CLIENT_WITH_USAGE, CLIENTS, DECISION, DENY_ENTRIES, DENY_ENTRY, EXPLANATION,
-    LISTED_CLIENT, NEW_DENY_ENTRY, NEW_KEY, QUERY, QUESTION, TOP_LISTS, UPSTREAMS,
+    GIVEN_KEY, LISTED_CLIENT, NEW_DENY_ENTRY, NEW_KEY, QUERY, QUESTION, TOP_LISTS, UPSTREAMS,
 };
 use super::json_schema::Schema;
 use super::{
@@ -29,9 +29,13 @@ use crate::decision::Operation;
 use transom_config::listen::Role;
 use transom_http::error::{ApiError, RequestError};
 use transom_http::percent_encoding::decode_escape;
+use transom_http::request_values::{Occurrence, query_parameter};
 use transom_rules::responses::{self, LocalResponse};
 
 const BODY_MAX_BYTES: usize = 64 * 1024;
+/// Items of a page of a list, by default and at most.
+const PAGE: usize = 100;
+const PAGE_MAX: usize = 1000;
 /// The label of all paths that are not served.
 pub const OTHER_PATHS: &str = "other";
 
@@ -218,6 +222,26 @@ const TOP_PARAMETERS: &[Parameter] = &[
     },
 ];
 
+const LIMIT: Parameter = Parameter {
+    name: "limit",
+    place: Place::Query,
+    schema: Schema::Integer,
+    description: "Items of a page: 1 to 1000, by default 100.",
+};
+const AFTER: Parameter =
+    Parameter { name: "after", place: Place::Query, schema: Schema::Text, description: "`next` of the page before." };
+const CLIENTS_PARAMETERS: &[Parameter] = &[
+    LIMIT,
+    AFTER,
+    Parameter {
+        name: "search",
+        place: Place::Query,
+        schema: Schema::Text,
+        description: "Only clients that have each of these words in the name, plan, subjects or networks, in any case.",
+    },
+    Parameter { name: "plan", place: Place::Query, schema: Schema::Text, description: "Only clients of this plan." },
+];
+
 pub static ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "/",
@@ -319,7 +343,8 @@ pub static ENDPOINTS: &[Endpoint] = &[
     },
     Endpoint {
         path: "/v1/clients",
-        summary: "The clients.",
+        summary: "The clients, sorted by name, a page at a time.",
+        parameters: CLIENTS_PARAMETERS,
         response: &[Content::Json(&Schema::Object(&CLIENTS))],
         handle: |call| complete(clients::list(&call)),
         ..READ
@@ -359,7 +384,8 @@ pub static ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         verb: Verb::Post,
         path: "/v1/clients/{name}/keys",
-        summary: "Generates an API key of a client, and returns it this once.",
+        summary: "Generates an API key of a client, and returns it this once; or adds a key whose digest the request has.",
+        request: Some(&Schema::Object(&GIVEN_KEY)),
         success: &[201],
         response: &[Content::Json(&Schema::Object(&NEW_KEY))],
         handle: |call| Box::pin(client_changes::add_key(call)),
@@ -375,7 +401,8 @@ pub static ENDPOINTS: &[Endpoint] = &[
     },
     Endpoint {
         path: "/v1/deny",
-        summary: "The deny entries.",
+        summary: "The deny entries, sorted by id, a page at a time.",
+        parameters: &[LIMIT, AFTER],
         response: &[Content::Json(&Schema::Object(&DENY_ENTRIES))],
         handle: |call| complete(deny::list(&call)),
         ..READ
@@ -424,6 +451,21 @@ impl Call {
         self.parts.uri.query().unwrap_or_default()
     }
 
+    /// A parameter of the query.
+    pub fn parameter(&self, name: &str) -> Result<Option<String>, ApiError> {
+        query_text(self.query(), name)
+    }
+
+    /// Which page of a list is wanted: the number of items, and what comes before them.
+    pub fn page(&self) -> Result<(usize, Option<String>), ApiError> {
+        let malformed = || ApiError::Malformed(format!("`limit` is a number from 1 to {PAGE_MAX}"));
+        let limit = self.parameter("limit")?.map_or(Ok(PAGE), |limit| limit.parse().map_err(|_other| malformed()))?;
+        if !(1..=PAGE_MAX).contains(&limit) {
+            return Err(malformed());
+        }
+        Ok((limit, self.parameter("after")?))
+    }
+
     pub fn wants_text(&self) -> bool {
         self.parts.headers.get(ACCEPT).is_some_and(|accepted| accepted.as_bytes().starts_with(b"text/plain"))
     }
@@ -437,6 +479,16 @@ impl Call {
     pub fn begin_change(&self) -> Result<AuditEntry, ApiError> {
         let settings = self.state.settings.borrow();
         AuditEntry::begin(settings.audit_log.as_ref(), &self.caller, &self.state.clock)
+    }
+}
+
+/// The value of a parameter of a query.
+pub fn query_text(query: &str, name: &str) -> Result<Option<String>, ApiError> {
+    match query_parameter(query, name) {
+        Ok(Occurrence::Absent) => Ok(None),
+        Ok(Occurrence::Single(value)) => Ok(Some(String::from_utf8_lossy(&value).into_owned())),
+        Ok(Occurrence::Repeated) => Err(ApiError::Malformed(format!("`{name}` is given more than once"))),
+        Err(_) => Err(ApiError::Malformed(String::from("the query contains a `%` without two hex digits"))),
     }
 }
 

@@ -171,7 +171,10 @@ object! {
 }
 
 object! {
-    CLIENTS = "Clients" { required("clients", List(&Schema::Object(&LISTED_CLIENT))) }
+    /// A page. `next` is null on the last one; `total` is the number of all clients.
+    CLIENTS = "Clients" {
+        required("clients", List(&Schema::Object(&LISTED_CLIENT))), required("next", MAYBE_TEXT), required("total", Integer),
+    }
 }
 
 object! {
@@ -188,7 +191,12 @@ object! {
 }
 
 object! {
-    NEW_KEY = "NewKey" { required("id", Text), required("key", Text) }
+    /// The digest of a key that the client has already.
+    GIVEN_KEY is closed = "GivenKey" { optional("id", MAYBE_TEXT) }
+}
+
+object! {
+    NEW_KEY = "NewKey" { required("id", Text), optional("key", Text) }
 }
 
 object! {
@@ -235,7 +243,10 @@ object! {
 }
 
 object! {
-    DENY_ENTRIES = "DenyEntries" { required("deny", List(&Schema::Object(&DENY_ENTRY))) }
+    /// A page, as of clients.
+    DENY_ENTRIES = "DenyEntries" {
+        required("deny", List(&Schema::Object(&DENY_ENTRY))), required("next", MAYBE_TEXT), required("total", Integer),
+    }
 }
 
 object! {

@@ -81,6 +81,11 @@ impl Object {
 }
 
 impl Schema {
+    /// Whether a request may leave the value out.
+    pub fn is_optional(self) -> bool {
+        matches!(self, Schema::Object(object) if object.fields.iter().all(|field| !field.is_required))
+    }
+
     /// As JSON Schema. Adds the objects that it refers to to `components`.
     pub fn to_json(self, components: &mut BTreeMap<&'static str, Value>) -> Value {
         match self {

@@ -43,7 +43,7 @@ mod audit_log;
 mod authorization;
 pub mod client_changes;
 pub mod client_store;
-mod clients;
+pub mod clients;
 mod dashboard;
 mod decision_json;
 mod decisions;

@@ -66,7 +66,7 @@ fn operation(row: &Endpoint, components: &mut BTreeMap<&'static str, Value>) -> 
     }
     if let Some(body) = row.request {
         let content = json!({ "application/json": { "schema": body.to_json(components) } });
-        operation["requestBody"] = json!({ "required": true, "content": content });
+        operation["requestBody"] = json!({ "required": !body.is_optional(), "content": content });
     }
     operation
 }

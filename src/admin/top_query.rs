@@ -9,12 +9,11 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::timeout;
 
-use super::endpoints::{Call, json_response, with_body};
+use super::endpoints::{Call, json_response, query_text, with_body};
 use super::{AdminBody, AdminState};
 use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_state::TopKeysQuery;
 use transom_http::error::ApiError;
-use transom_http::request_values::{Occurrence, query_parameter};
 use transom_limiter::rule_set::CompiledRule;
 use transom_rules::top_keys::{KeyOutcome, ListedKey, Snapshot, TopKey, TopList};
 
@@ -42,12 +41,7 @@ pub struct TopQuery {
 impl TopQuery {
     pub fn parse(query: &str) -> Result<TopQuery, ApiError> {
         let malformed = |reason: String| ApiError::Malformed(reason);
-        let parameter = |name: &str| match query_parameter(query, name) {
-            Ok(Occurrence::Absent) => Ok(None),
-            Ok(Occurrence::Single(value)) => Ok(Some(String::from_utf8_lossy(&value).into_owned())),
-            Ok(Occurrence::Repeated) => Err(malformed(format!("`{name}` is given more than once"))),
-            Err(_) => Err(malformed(String::from("the query contains a `%` without two hex digits"))),
-        };
+        let parameter = |name: &str| query_text(query, name);
         let outcome = match parameter("by")? {
             None => KeyOutcome::Refused,
             Some(name) => KeyOutcome::ALL

@@ -6,21 +6,23 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{AUTHORIZATION, CONNECTION, HOST};
-use http::{HeaderValue, Request};
+use http::header::{AUTHORIZATION, CONNECTION, HOST, HeaderName};
+use http::{HeaderValue, Method, Request, Response};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, LocalOptions};
 
-use super::read_config;
+use super::{Exit, Failure, read_config};
 use crate::file_watch::FileWatch;
 use transom_config::Config;
 
 /// For the whole exchange with the gateway.
 const TIMEOUT: Duration = Duration::from_secs(10);
 const RESPONSE_MAX_BYTES: usize = 16 * 1024 * 1024;
+/// Items of a list that are asked for at once.
+const PAGE: usize = 1000;
 
 /// The gateway that a command asks.
 #[derive(clap::Args)]
@@ -56,6 +58,23 @@ impl TokenFile {
     }
 }
 
+/// The gateway that is asked about data which are in no file.
+#[derive(clap::Args)]
+pub struct AskedGateway {
+    #[command(flatten)]
+    pub address: AdminAddress,
+    #[command(flatten)]
+    pub token: TokenFile,
+}
+
+impl AskedGateway {
+    /// As [`AdminAddress::find`].
+    pub fn find(&self, config: &Path) -> Result<RunningGateway, Failure> {
+        let found = self.address.find(config, &self.token);
+        found.map_err(|message| Failure(Exit::Failed, format!("{message}\n")))
+    }
+}
+
 /// A gateway that may run, and the token for it.
 pub struct RunningGateway {
     /// `HOST:PORT`.
@@ -63,12 +82,99 @@ pub struct RunningGateway {
     pub token: Option<String>,
 }
 
-impl RunningGateway {
-    /// As [`RunningGateway::send`], outside of a runtime.
-    pub fn send_and_wait(&self, request: Request<Full<Bytes>>) -> Result<Option<String>, String> {
-        let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default());
-        runtime.map_err(|error| error.to_string())?.block_on(self.send(request))
+/// A request about data that a gateway has.
+pub struct Question<'q> {
+    pub method: Method,
+    pub target: &'q str,
+    /// A precondition.
+    pub field: Option<(HeaderName, &'q str)>,
+    /// Null for none.
+    pub body: Value,
+}
+
+impl<'q> Question<'q> {
+    pub fn get(target: &'q str) -> Question<'q> {
+        Question { method: Method::GET, target, field: None, body: Value::Null }
     }
+}
+
+impl RunningGateway {
+    /// Asks, and returns the JSON of a successful response, with its fields.
+    ///
+    /// # Errors
+    ///
+    /// No gateway runs there, or it responds with a problem.
+    pub fn ask(&self, question: Question) -> Result<Response<Value>, Failure> {
+        let response = self.respond_to(question)?;
+        self.success(response.ok_or_else(|| self.not_running())?)
+    }
+
+    /// The response of any status; `None` if nothing listens at the address.
+    pub fn respond_to(&self, question: Question) -> Result<Option<Response<String>>, Failure> {
+        let failed = |reason: &str| self.failure(Exit::Failed, reason);
+        let Question { method, target, field, body } = question;
+        let body = if body.is_null() { Bytes::new() } else { Bytes::from(body.to_string()) };
+        let mut request = Request::builder().method(method).uri(target);
+        if let Some((name, value)) = field {
+            request = request.header(name, value);
+        }
+        let request = request.body(Full::new(body)).map_err(|error| failed(&error.to_string()))?;
+        let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default());
+        let runtime = runtime.map_err(|error| failed(&error.to_string()))?;
+        runtime.block_on(self.respond(request)).map_err(|reason| failed(&reason))
+    }
+
+    /// The JSON of a response, unless it is a problem.
+    pub fn success(&self, response: Response<String>) -> Result<Response<Value>, Failure> {
+        if !response.status().is_success() {
+            // As for an edit of a file that is refused.
+            let exit = match response.status().as_u16() {
+                400 | 404 | 409 | 412 | 422 => Exit::BadConfig,
+                _ => Exit::Failed,
+            };
+            return Err(self.failure(exit, &problem_of(&response)));
+        }
+        let (parts, body) = response.into_parts();
+        let value = if body.is_empty() { Ok(Value::Null) } else { serde_json::from_str(&body) };
+        let value = value.map_err(|error| self.failure(Exit::Failed, &error.to_string()))?;
+        Ok(Response::from_parts(parts, value))
+    }
+
+    /// The items of a list that is returned in pages; `None` if nothing listens at the address. `filters`: `&NAME=VALUE` each.
+    pub fn pages(&self, path: &str, list: &str, filters: &str) -> Result<Option<Vec<Value>>, Failure> {
+        let (mut items, mut after) = (Vec::new(), String::new());
+        loop {
+            let response = self.respond_to(Question::get(&format!("{path}?limit={PAGE}{filters}{after}")))?;
+            let Some(response) = response else { return Ok(None) };
+            let mut page = self.success(response)?.into_body();
+            items.append(page[list].as_array_mut().unwrap_or(&mut Vec::new()));
+            let Some(next) = page["next"].as_str() else { return Ok(Some(items)) };
+            after = format!("&after={}", encoded(next));
+        }
+    }
+
+    pub fn not_running(&self) -> Failure {
+        self.failure(Exit::Failed, "no gateway runs there")
+    }
+
+    fn failure(&self, exit: Exit, reason: &str) -> Failure {
+        Failure(exit, format!("transom: http://{}: {reason}\n", self.address))
+    }
+}
+
+/// Percent-encodes a segment of a path or a value of a query.
+pub fn encoded(text: &str) -> String {
+    let byte = |byte: u8| match byte {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => char::from(byte).to_string(),
+        byte => format!("%{byte:02X}"),
+    };
+    text.bytes().map(byte).collect()
+}
+
+/// The reason that a response which is no success gives.
+fn problem_of(response: &Response<String>) -> String {
+    let problem: Value = serde_json::from_str(response.body()).unwrap_or_default();
+    problem["detail"].as_str().map_or_else(|| response.status().to_string(), str::to_owned)
 }
 
 /// Accepts the URL of the dashboard, too.
@@ -155,7 +261,14 @@ impl RunningGateway {
     /// # Errors
     ///
     /// The reason why there is no successful response: of the gateway, if it responds with a problem.
-    pub async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Option<String>, String> {
+    pub async fn send(&self, request: Request<Full<Bytes>>) -> Result<Option<String>, String> {
+        match self.respond(request).await? {
+            Some(response) if !response.status().is_success() => Err(problem_of(&response)),
+            response => Ok(response.map(Response::into_body)),
+        }
+    }
+
+    async fn respond(&self, mut request: Request<Full<Bytes>>) -> Result<Option<Response<String>>, String> {
         let field = |value: &str| HeaderValue::from_str(value).map_err(|error| error.to_string());
         let headers = request.headers_mut();
         headers.insert(HOST, field(&self.address)?);
@@ -176,20 +289,13 @@ impl RunningGateway {
     }
 }
 
-/// Returns the body of a successful response.
-async fn exchange(stream: TcpStream, request: Request<Full<Bytes>>) -> Result<String, String> {
+async fn exchange(stream: TcpStream, request: Request<Full<Bytes>>) -> Result<Response<String>, String> {
     let handshake = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
     let (mut sender, connection) = handshake.map_err(|error| error.to_string())?;
     let respond = async {
-        let response = sender.send_request(request).await.map_err(|error| error.to_string())?;
-        let status = response.status();
-        let body = Limited::new(response.into_body(), RESPONSE_MAX_BYTES).collect().await;
-        let body = String::from_utf8_lossy(&body.map_err(|error| error.to_string())?.to_bytes()).into_owned();
-        if status.is_success() {
-            return Ok(body);
-        }
-        let problem: Value = serde_json::from_str(&body).unwrap_or_default();
-        Err(problem["detail"].as_str().map_or_else(|| status.to_string(), str::to_owned))
+        let (parts, body) = sender.send_request(request).await.map_err(|error| error.to_string())?.into_parts();
+        let body = Limited::new(body, RESPONSE_MAX_BYTES).collect().await.map_err(|error| error.to_string())?;
+        Ok(Response::from_parts(parts, String::from_utf8_lossy(&body.to_bytes()).into_owned()))
     };
     tokio::pin!(respond);
     tokio::select! {

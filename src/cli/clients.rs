@@ -1,33 +1,32 @@
-//! `transom clients`: adds, changes, removes, lists and shows the clients of the clients file.
+//! `transom clients`: adds, changes, removes, lists and shows the clients of the clients file, or those of the store, for which it
+//! asks the running gateway.
 //!
 //! The edit keeps the operator's comments and order, and the result is checked as the gateway checks it before anything
 //! is written. Keys are stored as digests only; a generated key is printed once.
 
 mod clients_toml;
 pub mod file_edit;
+mod list;
+mod place;
 mod show;
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Subcommand;
-use serde_json::{Value, json};
 
-use self::clients_toml::{ClientsDocument, Identifiers};
-use self::file_edit::{EditError, FileEdit};
-use super::admin_client::TokenFile;
-use super::{
-    Exit, Failure, add_copied_clients, exit_of, first_line, print_table, read_config, read_current_config, resolve_path,
-};
+use self::clients_toml::Identifiers;
+use self::file_edit::EditError;
+use self::place::Place;
+use super::admin_client::AskedGateway;
+use super::{Exit, Failure, exit_of, first_line};
 use crate::admin::client_changes;
-use crate::file_watch::FileWatch;
 use transom_config::Config;
-use transom_config::clients::{Client, Clients, ClientsSource};
+use transom_config::clients::Clients;
 use transom_config::diagnostics::{quoted, quoted_list};
 use transom_config::toml_reader::nearest;
 use transom_limiter::ip_prefix::{Network, NetworkError};
 use transom_limiter::secret_digest::Digest;
-use transom_rules::client_plans::describe_client;
 
 /// Shorter keys may be guessed; a digest does not protect them.
 const SHORT_CHARS: usize = 16;
@@ -64,7 +63,7 @@ struct Show {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    token: TokenFile,
+    gateway: AskedGateway,
 }
 
 #[derive(clap::Args)]
@@ -85,13 +84,23 @@ struct Add {
     /// JWT subject or similar whose requests are the client's
     #[arg(long = "subject")]
     subjects: Vec<String>,
+    #[command(flatten)]
+    gateway: AskedGateway,
 }
 
 #[derive(clap::Args)]
 struct List {
-    /// Print the list as JSON, with whole digests
+    /// Only clients that have each of these words in the name, plan, subjects or networks
+    #[arg(long, value_name = "WORDS")]
+    search: Option<String>,
+    /// Only clients of this plan
+    #[arg(long)]
+    plan: Option<String>,
+    /// Print the list as JSON, with whole digests if the clients are in a file
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    gateway: AskedGateway,
 }
 
 #[derive(clap::Args)]
@@ -106,51 +115,24 @@ struct Remove {
     /// Remove only this subject
     #[arg(long = "subject")]
     subjects: Vec<String>,
+    #[command(flatten)]
+    gateway: AskedGateway,
 }
 
 pub fn clients(arguments: &Arguments) -> Exit {
     let done = match &arguments.action {
         Action::Add(add) => self::add(&arguments.config, add),
         Action::Remove(remove) => self::remove(&arguments.config, remove),
-        Action::List(List { json }) => list(&arguments.config, *json),
+        Action::List(list) => list::list(&arguments.config, list),
         Action::Show(show) => show::show(&arguments.config, show),
     };
     exit_of(done)
 }
 
-fn list(path: &Path, is_json: bool) -> Result<(), Failure> {
-    let mut config = read_config(path, &mut FileWatch::default())
-        .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))?;
-    add_copied_clients(&mut config);
-    if is_json {
-        let clients = clients_of(&config, path)?;
-        let client = |client: &Client| describe_client(clients, client, Digest::to_string);
-        let clients: Vec<Value> = clients.list.iter().map(client).collect();
-        print_out!("{:#}", json!({ "clients": clients }));
-        return Ok(());
-    }
-    let header = ["NAME", "PLAN", "KEYS", "SUBJECTS", "NETWORKS"].map(str::to_owned);
-    let row = |client: &Client| {
-        let joined = |items: Vec<String>| if items.is_empty() { "-".to_owned() } else { items.join(" ") };
-        [
-            client.name.clone(),
-            client.plan.clone(),
-            joined(client.api_keys.iter().map(Digest::brief).collect()),
-            joined(client.subjects.iter().map(|subject| subject.escape_debug().to_string()).collect()),
-            joined(client.networks.iter().map(ToString::to_string).collect()),
-        ]
-    };
-    let rows: Vec<[String; 5]> =
-        std::iter::once(header).chain(clients_of(&config, path)?.list.iter().map(row)).collect();
-    print_table(&rows);
-    Ok(())
-}
-
 fn add(path: &Path, add: &Add) -> Result<(), Failure> {
-    let config = read_current_config(path)?;
-    let clients = clients_to_edit(&config, path)?;
-    let known = clients.list.iter().find(|client| client.name == add.name);
-    check_plan(&config, add, known)?;
+    let place = Place::find(path, &add.gateway)?;
+    let known = place.client(&add.name)?;
+    check_plan(place.config(), add, known.is_none())?;
     add.networks.iter().try_for_each(|text| check_network(text))?;
     let has_identifiers = !add.networks.is_empty() || !add.subjects.is_empty();
     let key = match &add.key {
@@ -166,10 +148,10 @@ fn add(path: &Path, add: &Add) -> Result<(), Failure> {
         subjects: add.subjects.clone(),
         networks: add.networks.clone(),
     };
-    let is_new = edit(path, clients, |document| document.add(&add.name, add.plan.as_deref(), &identifiers))?;
+    let done = place.add(&add.name, known.as_ref(), add.plan.as_deref(), &identifiers)?;
     let what = if known.is_some() { "changed" } else { "added" };
-    print_err!("transom: client {} {what} in {}", quoted(&add.name), resolve_path(path, &clients.file).display());
-    if is_new {
+    print_err!("transom: client {} {what}{}", quoted(&add.name), done.place("in"));
+    if done.is_new_file {
         print_err!("transom: the new file is readable by its owner only: give the gateway's user read access");
     }
     match key {
@@ -193,22 +175,25 @@ fn brief(digest: &Option<Digest>) -> String {
     digest.as_ref().map(Digest::brief).unwrap_or_default()
 }
 
-fn check_plan(config: &Config, add: &Add, known: Option<&Client>) -> Result<(), Failure> {
-    let plans = || config.rules.iter().flat_map(|rule| &rule.plans).map(|plan| plan.name.as_str());
+/// Without a configuration, the gateway checks the name of the plan.
+fn check_plan(config: Option<&Config>, add: &Add, is_new: bool) -> Result<(), Failure> {
+    let rules = || config.into_iter().flat_map(|config| config.rules.iter());
+    let plans = || rules().flat_map(|rule| &rule.plans).map(|plan| plan.name.as_str());
     let mut names: Vec<&str> = plans().collect();
     names.sort_unstable();
     names.dedup();
     let known_plans = || quoted_list(names.iter().copied(), "and");
     match &add.plan {
-        None if known.is_none() => {
+        None if is_new => {
             let message = format!("client {} is new and needs a plan", quoted(&add.name));
             let fix = match names.is_empty() {
+                true if config.is_none() => String::from("add `--plan PLAN`"),
                 true => String::from("define a plan first, such as `[rules.NAME.plans.standard]` with `windows`"),
                 false => format!("add `--plan PLAN`; plans: {}", known_plans()),
             };
             Err(Failure::usage(message, fix))
         }
-        Some(plan) if !names.contains(&plan.as_str()) => {
+        Some(plan) if config.is_some() && !names.contains(&plan.as_str()) => {
             let fix = match nearest(plan, plans()) {
                 Some(guess) => format!("did you mean {}?", quoted(guess)),
                 None => format!("define it in a rule: `[rules.NAME.plans.{plan}]`; plans: {}", known_plans()),
@@ -233,73 +218,64 @@ fn check_network(text: &str) -> Result<(), Failure> {
 }
 
 fn remove(path: &Path, remove: &Remove) -> Result<(), Failure> {
-    let config = read_current_config(path)?;
-    let clients = clients_to_edit(&config, path)?;
-    let client = find_client(clients, &remove.name)?;
-    let key = remove.key.as_deref().map(|key| find_key(client, key)).transpose()?;
-    let networks = remove.networks.iter().map(|text| {
-        let network = client.networks.iter().find(|known| text.parse().ok() == Some(**known));
-        network.map(ToString::to_string).ok_or_else(|| not_found(client, "network", text))
-    });
-    let subjects = remove.subjects.iter().map(|text| match client.subjects.contains(text) {
-        true => Ok(text.clone()),
-        false => Err(not_found(client, "subject", text)),
-    });
-    let identifiers = Identifiers {
-        api_keys: key.iter().map(Digest::to_string).collect(),
-        subjects: subjects.collect::<Result<_, _>>()?,
-        networks: networks.collect::<Result<_, _>>()?,
+    let place = Place::find(path, &remove.gateway)?;
+    let known = place.existing_client(&remove.name)?;
+    let Identifiers { api_keys, subjects, networks } = &known.identifiers;
+    let find = |what: &str, list: &[String], text: &str, is_it: &dyn Fn(&String) -> bool| {
+        let message = || format!("{} is not a {what} of client {}", quoted(text), quoted(&remove.name));
+        let found = list.iter().find(|known| is_it(known)).cloned();
+        found.ok_or_else(|| Failure::usage(message(), "see `transom clients list`"))
     };
-    if identifiers.is_empty() {
-        edit(path, clients, |document| document.remove(&remove.name))?;
-        print_err!(
-            "transom: client {} removed from {}",
-            quoted(&remove.name),
-            resolve_path(path, &clients.file).display()
-        );
-    } else {
-        edit(path, clients, |document| document.remove_identifiers(&remove.name, &identifiers))?;
-        print_err!(
-            "transom: client {} changed in {}",
-            quoted(&remove.name),
-            resolve_path(path, &clients.file).display()
-        );
-    }
+    let network = |text: &String| {
+        let network = text.parse::<Network>().ok();
+        find("network", networks, text, &|known| network.is_some() && known.parse().ok() == network)
+    };
+    // Of secret subjects, a gateway shows the beginnings of their digests.
+    let subject = |text: &String| {
+        find("subject", subjects, text, &|known| known == text || *known == Digest::of(text.as_bytes()).brief())
+    };
+    let key = remove.key.as_deref().map(|key| find_key(&remove.name, api_keys, key)).transpose()?;
+    let identifiers = Identifiers {
+        api_keys: key.into_iter().collect(),
+        subjects: remove.subjects.iter().map(subject).collect::<Result<_, _>>()?,
+        networks: remove.networks.iter().map(network).collect::<Result<_, _>>()?,
+    };
+    let done = place.remove(&remove.name, &known, &identifiers)?;
+    let (what, preposition) = if identifiers.is_empty() { ("removed", "from") } else { ("changed", "in") };
+    print_err!("transom: client {} {what}{}", quoted(&remove.name), done.place(preposition));
     Ok(())
 }
 
-fn find_client<'c>(clients: &'c Clients, name: &str) -> Result<&'c Client, Failure> {
-    clients.list.iter().find(|client| client.name == name).ok_or_else(|| {
-        let names = clients.list.iter().map(|client| client.name.as_str());
-        let fix = match nearest(name, names) {
-            Some(guess) => format!("did you mean {}?", quoted(guess)),
-            None => "see `transom clients list`".to_owned(),
-        };
-        Failure::usage(format!("client {} does not exist", quoted(name)), fix)
-    })
-}
-
-fn not_found(client: &Client, what: &str, text: &str) -> Failure {
-    let message = format!("{} is not a {what} of client {}", quoted(text), quoted(&client.name));
-    Failure::usage(message, "see `transom clients list`")
-}
-
-/// Finds a client's key, by the key or by the beginning of its digest.
-fn find_key(client: &Client, text: &str) -> Result<Digest, Failure> {
-    let text = if text == "-" { read_key(text)? } else { text.to_owned() };
-    let matches_text = |digest: &&Digest| match text.starts_with(Digest::PREFIX) {
-        true => digest.to_string().starts_with(text.trim_end_matches('…')),
-        false => **digest == Digest::of(text.as_bytes()),
+fn unknown_client<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Failure {
+    let fix = match nearest(name, names) {
+        Some(guess) => format!("did you mean {}?", quoted(guess)),
+        None => "see `transom clients list`".to_owned(),
     };
-    let mut matching = client.api_keys.iter().filter(matches_text);
+    Failure::usage(format!("client {} does not exist", quoted(name)), fix)
+}
+
+/// Finds a client's key, by the key or by the beginning of its digest. `digests` may be beginnings, too.
+fn find_key(client: &str, digests: &[String], text: &str) -> Result<String, Failure> {
+    let text = if text == "-" { read_key(text)? } else { text.to_owned() };
+    let wanted = match text.starts_with(Digest::PREFIX) {
+        true => text.trim_end_matches('…').to_owned(),
+        false => Digest::of(text.as_bytes()).to_string(),
+    };
+    let is_wanted = |known: &&String| {
+        let known = known.trim_end_matches('…');
+        known.starts_with(&wanted) || wanted.starts_with(known)
+    };
+    let mut matching = digests.iter().filter(is_wanted);
     match (matching.next(), matching.next()) {
-        (Some(digest), None) => Ok(*digest),
+        (Some(known), None) => {
+            Ok(if known.ends_with('…') && Digest::parse(&wanted).is_some() { wanted } else { known.clone() })
+        }
         (None, _) => {
-            let message = format!("this is not a key of client {}", quoted(&client.name));
+            let message = format!("this is not a key of client {}", quoted(client));
             Err(Failure::usage(message, "see `transom clients list` for the beginnings of its digests"))
         }
         (Some(_), Some(_)) => {
-            let message = format!("several keys of client {} begin like this", quoted(&client.name));
+            let message = format!("several keys of client {} begin like this", quoted(client));
             Err(Failure::usage(message, "write more of the digest"))
         }
     }
@@ -335,28 +311,6 @@ fn clients_of<'c>(config: &'c Config, path: &Path) -> Result<&'c Clients, Failur
         let message = format!("{} has no clients file", path.display());
         Failure::usage(message, "write `[clients]`, then `file = \"clients.toml\"`")
     })
-}
-
-/// The clients, which are in a file.
-fn clients_to_edit<'c>(config: &'c Config, path: &Path) -> Result<&'c Clients, Failure> {
-    let clients = clients_of(config, path)?;
-    match clients.source {
-        ClientsSource::File => Ok(clients),
-        ClientsSource::Shared => {
-            let fix = "change them through the admin address of a gateway";
-            Err(Failure::usage("the clients are in the store, and not in a file", fix))
-        }
-    }
-}
-
-/// Edits the clients file; returns whether it is new.
-fn edit(path: &Path, clients: &Clients, change: impl FnOnce(&mut ClientsDocument)) -> Result<bool, Failure> {
-    let mut edit = FileEdit::begin(path, clients)?;
-    change(&mut edit.document);
-    edit.check()?;
-    let is_new = edit.is_new;
-    edit.publish()?;
-    Ok(is_new)
 }
 
 impl From<EditError> for Failure {

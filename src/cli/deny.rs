@@ -3,13 +3,11 @@
 
 use std::path::{Path, PathBuf};
 
-use bytes::Bytes;
 use clap::Subcommand;
-use http::{Method, Request};
-use http_body_util::Full;
+use http::Method;
 use serde_json::{Value, json};
 
-use super::admin_client::{AdminAddress, RunningGateway, TokenFile};
+use super::admin_client::{AskedGateway, Question, RunningGateway};
 use super::{Exit, Failure, exit_of, first_line, print_table, read_current_config};
 use crate::access_file::{self, Added, EditError, NewEntry, WrittenTarget};
 use transom_config::Config;
@@ -28,15 +26,6 @@ pub struct Arguments {
     /// Configuration file
     #[arg(short, long, global = true, value_name = "FILE", default_value = "gateway.toml")]
     config: PathBuf,
-}
-
-/// The gateway that is asked, unless the entries are in a file.
-#[derive(clap::Args)]
-struct AskedGateway {
-    #[command(flatten)]
-    address: AdminAddress,
-    #[command(flatten)]
-    token: TokenFile,
 }
 
 /// Where the entries are.
@@ -116,25 +105,14 @@ pub fn deny(Arguments { action, config }: &Arguments) -> Exit {
     }))
 }
 
-fn find_place(path: &Path, AskedGateway { address, token }: &AskedGateway) -> Result<Place, Failure> {
-    if !address.is_given() {
+fn find_place(path: &Path, gateway: &AskedGateway) -> Result<Place, Failure> {
+    if !gateway.address.is_given() {
         let config = read_current_config(path)?;
         if access_of(&config, path)?.source == AccessSource::File {
             return Ok(Place::File(Box::new(config)));
         }
     }
-    address.find(path, token).map(Place::Gateway).map_err(|message| Failure(Exit::Failed, format!("{message}\n")))
-}
-
-/// Sends a request to a gateway, and returns the JSON of its response.
-fn ask(gateway: &RunningGateway, method: &Method, target: &str, body: &Value) -> Result<Value, Failure> {
-    let failed = |reason: &str| Failure(Exit::Failed, format!("transom: http://{}: {reason}\n", gateway.address));
-    let body = if body.is_null() { Bytes::new() } else { Bytes::from(body.to_string()) };
-    let request = Request::builder().method(method).uri(target).body(Full::new(body));
-    let answer = gateway.send_and_wait(request.map_err(|error| failed(&error.to_string()))?);
-    let answer = answer.map_err(|reason| failed(&reason))?;
-    let answer = answer.ok_or_else(|| failed("no gateway runs there that could change the entries of the store"))?;
-    serde_json::from_str(&answer).map_err(|error| failed(&error.to_string()))
+    gateway.find(path).map(Place::Gateway)
 }
 
 fn access_of<'c>(config: &'c Config, path: &Path) -> Result<&'c Access, Failure> {
@@ -164,8 +142,8 @@ fn add(place: &Place, Add { target, lasts_ms, routes, reason, .. }: &Add) -> Res
     let config = match place {
         Place::File(config) => config,
         Place::Gateway(gateway) => {
-            let entry = ask(gateway, &Method::POST, "/v1/deny", &new.to_json())?;
-            print_out!("{}", entry["id"].as_str().unwrap_or_default());
+            let new = Question { method: Method::POST, body: new.to_json(), ..Question::get("/v1/deny") };
+            print_out!("{}", gateway.ask(new)?.body()["id"].as_str().unwrap_or_default());
             return Ok(());
         }
     };
@@ -193,10 +171,7 @@ fn entries(place: &Place) -> Result<Vec<Value>, Failure> {
                 (config.access.iter().flat_map(|access| access.deny.iter()), Clock::system().wall_ms());
             Ok(entries.map(|entry| entry.to_json(config, now_ms)).collect())
         }
-        Place::Gateway(gateway) => {
-            let listed = ask(gateway, &Method::GET, "/v1/deny", &Value::Null)?;
-            Ok(listed["deny"].as_array().cloned().unwrap_or_default())
-        }
+        Place::Gateway(gateway) => gateway.pages("/v1/deny", "deny", "")?.ok_or_else(|| gateway.not_running()),
     }
 }
 
@@ -250,8 +225,9 @@ fn remove(place: &Place, Remove { ids, ended, .. }: &Remove) -> Result<(), Failu
         }
         Place::Gateway(gateway) => {
             for id in &ids {
-                let removed = ask(gateway, &Method::DELETE, &format!("/v1/deny/{id}"), &Value::Null)?;
-                print_err!("transom: no longer denied: {}", row(&removed)[1]);
+                let target = format!("/v1/deny/{id}");
+                let removed = gateway.ask(Question { method: Method::DELETE, ..Question::get(&target) })?;
+                print_err!("transom: no longer denied: {}", row(removed.body())[1]);
             }
         }
     }

@@ -1,5 +1,6 @@
 //! Changes of deny entries: `transom deny` and `/v1/deny` edit the access file, and the gateway follows.
 
+use std::collections::HashSet;
 use std::fs;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -123,7 +124,7 @@ fn the_admin_api_denies_and_records_who_did() {
     assert!(entry["until"].as_str().is_some_and(|until| until.ends_with('Z')), "{entry}");
     eventually("the address is denied", || process.get("/a").status == 403);
     let list = send(&process, "GET", "/v1/deny", reader, &Value::Null).expect(200).json();
-    assert_eq!(list, json!({ "deny": [entry] }));
+    assert_eq!(list, json!({ "deny": [entry], "next": null, "total": 1 }));
     let device = json!({ "key": { "part": "header:x-device", "value": "a1" }, "routes": "login", "until": "2030-01-31T18:00:00Z" });
     let device = send(&process, "POST", "/v1/deny", operator, &device).expect(200).json();
     assert_eq!((&device["until"], &device["routes"]), (&json!("2030-01-31T18:00:00Z"), &json!(["login"])));
@@ -173,6 +174,20 @@ fn concurrent_changes_are_all_kept() {
         }
     });
     assert_eq!(access_file(&process).matches("[[deny]]").count(), 32);
+    // The list comes in pages, of which none lacks an entry.
+    let (mut ids, mut after) = (Vec::new(), String::new());
+    eventually("the gateway has read the file", || {
+        send(&process, "GET", "/v1/deny?limit=1", "", &Value::Null).expect(200).json()["total"] == 32
+    });
+    loop {
+        let page = send(&process, "GET", &format!("/v1/deny?limit=10{after}"), "", &Value::Null).expect(200).json();
+        ids.extend(page["deny"].as_array().unwrap().iter().map(|entry| entry["id"].clone().to_string()));
+        let Some(next) = page["next"].as_str() else { break };
+        after = format!("&after={next}");
+    }
+    assert!(ids.len() == 32 && ids.is_sorted() && ids.iter().collect::<HashSet<_>>().len() == 32, "{ids:?}");
+    send(&process, "GET", "/v1/deny?limit=0", "", &Value::Null).expect(400).problem();
+    send(&process, "GET", "/v1/deny?after=nothing", "", &Value::Null).expect(400).problem();
 }
 
 #[test]
@@ -182,7 +197,7 @@ fn without_an_access_file_nothing_can_be_denied() {
     let send = |method: &str, target: &str, body: &str| {
         Client::connect(gateway.admin).request(method, target, &[], body.as_bytes())
     };
-    assert_eq!(send("GET", "/v1/deny", "").expect(200).json(), json!({ "deny": [] }));
+    assert_eq!(send("GET", "/v1/deny", "").expect(200).json(), json!({ "deny": [], "next": null, "total": 0 }));
     send("POST", "/v1/deny", "{\"network\": \"192.0.2.1\"}").expect(404).problem();
     send("DELETE", "/v1/deny/0123456789ab", "").expect(404).problem();
 }

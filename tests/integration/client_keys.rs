@@ -421,6 +421,20 @@ fn the_admin_api_asks_about_clients_by_name() {
     let listed = admin("/v1/clients").expect(200).json();
     let names: Vec<&Value> = listed["clients"].as_array().unwrap().iter().map(|client| &client["name"]).collect();
     assert_eq!(names, ["acme", "beta"]);
+    let names = |query: &str| {
+        let page = admin(&format!("/v1/clients?{query}")).expect(200).json();
+        let names = page["clients"].as_array().unwrap().iter().map(|client| client["name"].clone());
+        (names.collect::<Vec<Value>>(), page["next"].clone(), page["total"].clone())
+    };
+    assert_eq!(names("limit=1"), (vec![json!("acme")], json!("acme"), json!(2)));
+    let last = (vec![json!("beta")], Value::Null, json!(2));
+    for query in ["limit=1&after=acme", "after=acne", "plan=silver", "search=BE+silver"] {
+        assert_eq!(names(query), last, "{query}");
+    }
+    assert_eq!(names("plan=silver&search=acme"), (vec![], Value::Null, json!(2)));
+    for query in ["limit=1001", "limit=0", "limit=x", "after=a&after=b"] {
+        admin(&format!("/v1/clients?{query}")).expect(400).problem();
+    }
     let beta = admin("/v1/clients/beta").expect(200).json();
     assert_eq!((&beta["plan"], beta["keys"].as_array().unwrap().len()), (&json!("silver"), 1));
     assert!(!beta.to_string().contains(&Digest::of(b"b1").to_string()), "{beta}");

@@ -245,6 +245,60 @@ fn the_api_of_any_gateway_changes_clients() {
     wait_for_status(&a, &other_key, 401);
 }
 
+#[test]
+fn commands_change_the_clients_of_the_store_through_a_gateway() {
+    let (redis, scratch) = (RedisServer::start(), TempDir::new());
+    let counted = "[metrics]\nclients = true\n".to_owned();
+    let mut gateway = Process::spawn(&(counted + &config(&redis, &scratch.path().join("a.copy"), &[])));
+    let listen = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"{}\"\n", gateway.admin);
+    let toml = scratch.write("asking.toml", listen + &config(&redis, &scratch.path().join("a.copy"), &[]));
+    let clients =
+        |arguments: &[&str]| process::run(&[&["clients"], arguments, &["--config", toml.to_str().unwrap()]].concat());
+    let expect = |arguments: &[&str], code: i32, message: &str| {
+        let (exit, stdout, stderr) = clients(arguments);
+        assert!(exit == Some(code) && stderr.contains(message), "{arguments:?}: {exit:?} {stderr}");
+        stdout
+    };
+    let (key, network) = ("a-key-of-the-client-beta", "198.51.100.0/24");
+    expect(&["add", "beta", "--key", key], 2, "client `beta` is new and needs a plan");
+    expect(&["add", "beta", "--plan", "basics", "--key", key], 2, "did you mean `basic`?");
+    assert_eq!(expect(&["add", "beta", "--plan", "basic", "--key", key], 0, "client `beta` added\n"), "");
+    get(&gateway, key).expect(200);
+    let printed = expect(&["add", "beta", "--network", network, "--generate-key"], 0, "client `beta` changed\n");
+    get(&gateway, printed.trim_end()).expect(200);
+    // Nothing of a client is left whose key another one has.
+    expect(&["add", "gamma", "--plan", "pro", "--key", key], 2, "belongs to client `beta`");
+    expect(&["remove", "gamma"], 2, "client `gamma` does not exist");
+    expect(&["add", "be ta", "--plan", "pro", "--generate-key"], 2, "a name has at most 64 letters");
+    expect(&["add", "alpha", "--plan", "pro", "--subject", "one"], 0, "");
+    expect(&["add", "alpha", "--plan", "basic", "--subject", "two"], 0, "");
+    let digests = [key, printed.trim_end()].map(|key| Digest::of(key.as_bytes()).brief());
+    let table = format!(
+        "NAME   PLAN   KEYS                               SUBJECTS  NETWORKS\n\
+                         alpha  basic  -                                  one two   -\n\
+                         beta   basic  {} {}  -         {network}\n",
+        digests[0], digests[1]
+    );
+    assert_eq!(expect(&["list"], 0, ""), table);
+    assert_eq!(expect(&["list", "--search", "BET 198"], 0, "").lines().count(), 2);
+    expect(&["remove", "beta", "--network", network, "--key", key], 0, "client `beta` changed\n");
+    assert_eq!((get(&gateway, key).status, get(&gateway, printed.trim_end()).status), (401, 200));
+    expect(&["remove", "beta", "--subject", "one"], 2, "`one` is not a subject of client `beta`");
+    expect(&["remove", "alpha", "--subject", "one"], 0, "");
+    let listed: Value = serde_json::from_str(&expect(&["list", "--json"], 0, "")).unwrap();
+    let beta = json!({ "name": "beta", "plan": "basic", "keys": [digests[1]], "subjects": [], "networks": [] });
+    assert_eq!((&listed["clients"][0]["subjects"], &listed["clients"][1]), (&json!(["two"]), &beta));
+    let counted = || gateway.metrics().sum("transom_client_requests_total", &[("client", "beta")]);
+    assert_eq!(counted(), 3);
+    expect(&["remove", "beta"], 0, "client `beta` removed\n");
+    assert_eq!(counted(), 0);
+    assert_eq!(get(&gateway, printed.trim_end()).status, 401);
+    gateway.signal("TERM");
+    assert!(gateway.wait().success());
+    expect(&["remove", "alpha"], 1, "no gateway runs there");
+    assert!(expect(&["list"], 0, "the clients are those of the copy").contains("alpha"));
+}
+
 /// How long a gateway goes on admitting a key that was revoked through another one.
 #[test]
 fn a_revoked_key_is_refused_elsewhere_within_a_second() {

@@ -99,7 +99,7 @@ pub struct Clients {
     pub plan_claim: Option<KeyPart>,
     /// The plans that rules define, sorted, if those of `list` are not all that there may be.
     pub defined_plans: Vec<String>,
-    /// In the order of the file. Empty if the clients are in the store.
+    /// Sorted by name. Empty if the clients are in the store.
     pub list: Vec<Client>,
 }
 
@@ -358,7 +358,10 @@ impl ClientsFileReader<'_> {
     fn read_file(&mut self, top: &mut Table, report: &mut Report) -> Vec<Client> {
         let Some(clients) = top.get("clients") else { return Vec::new() };
         let Some(table) = clients.table("`[clients]`", CLIENT_FIX, report) else { return Vec::new() };
-        table.items().iter().filter_map(|entry| self.read_client(entry, report)).collect()
+        let mut list: Vec<Client> = table.items().iter().filter_map(|entry| self.read_client(entry, report)).collect();
+        // Few files are in another order.
+        list.sort_by(|one, other| one.name.cmp(&other.name));
+        list
     }
 
     fn read_client(&mut self, entry: &Item, report: &mut Report) -> Option<Client> {

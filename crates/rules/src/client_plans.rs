@@ -326,6 +326,15 @@ impl ClientPlans {
         found.map(|(what, owner)| (what, owner.name.as_str()))
     }
 
+    /// The number of clients.
+    pub fn len(&self) -> usize {
+        self.by_name.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.by_name.is_empty()
+    }
+
     /// All clients, in no order.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<KnownClient>> {
         self.by_name.iter()

@@ -10,7 +10,7 @@ const state = {
   live: [], snapshot: null, config: null, connected: false, seen: 0,
   filter: null, keysBy: "refused", keysRule: "", upstreams: new Map(), lookup: null,
   // The paths of the admin API of this gateway.
-  offers: {}, clients: null,
+  offers: {}, clients: null, clientTotal: 0, hasMoreClients: false, plans: new Set(),
 };
 
 // --- Elements ---------------------------------------------------------------------------------------------------------
@@ -797,10 +797,23 @@ setInterval(() => { if (state.lookup && state.connected && !document.hidden && !
 
 // --- Clients ----------------------------------------------------------------------------------------------------------
 const CLIENTS = 24, USAGE_MAX = 240;
+// Reads the clients that match the search, up to a number.
+let clientsRun = 0, clientsTimer = null;
 async function readClients() {
+  const run = ++clientsRun, query = new URLSearchParams({ limit: USAGE_MAX });
+  for (const [name, id] of [["search", "clients-search"], ["plan", "clients-plan"]]) if ($(id).value) query.set(name, $(id).value);
   try {
-    const { clients } = await call("GET", "/v1/clients"), known = new Map((state.clients || []).map(client => [client.name, client]));
-    state.clients = clients.map(client => ({ ...client, usage: (known.get(client.name) || {}).usage }));
+    const found = [];
+    let page;
+    do {
+      page = await call("GET", `/v1/clients?${query}`);
+      if (run !== clientsRun) return;
+      found.push(...page.clients);
+      query.set("after", page.next);
+    } while (page.next !== null && found.length < USAGE_MAX);
+    const known = new Map((state.clients || []).map(client => [client.name, client]));
+    state.clients = found.map(client => ({ ...client, usage: (known.get(client.name) || {}).usage }));
+    Object.assign(state, { clientTotal: page.total, hasMoreClients: page.next !== null });
     showError($("clients-error"), null);
     drawClients();
     await readUsage();
@@ -809,10 +822,8 @@ async function readClients() {
 // How much of its fullest window a client has used.
 const fullest = client => client.usage ? Math.max(0, ...client.usage.rules.flatMap(rule => (rule.windows || []).map(({ count, limit }) => limit ? count / limit : 1))) : -1;
 function selectClients() {
-  const words = $("clients-search").value.toLowerCase().split(/\s+/).filter(word => word), plan = $("clients-plan").value, by = $("clients-sort").value;
-  const found = (state.clients || []).filter(client => (!plan || client.plan === plan) && words.every(word => [client.name, client.plan, ...client.networks, ...client.subjects].join(" ").toLowerCase().includes(word)));
-  const byName = (a, b) => a.name.localeCompare(b.name);
-  return found.sort(by === "usage" ? (a, b) => fullest(b) - fullest(a) || byName(a, b) : by === "plan" ? (a, b) => a.plan.localeCompare(b.plan) || byName(a, b) : byName);
+  const by = $("clients-sort").value, byName = (a, b) => a.name.localeCompare(b.name);
+  return [...(state.clients || [])].sort(by === "usage" ? (a, b) => fullest(b) - fullest(a) || byName(a, b) : by === "plan" ? (a, b) => a.plan.localeCompare(b.plan) || byName(a, b) : byName);
 }
 const shownClients = () => selectClients().slice(0, $("clients").showsAll ? USAGE_MAX : CLIENTS);
 // Reads the usage of the clients that are shown, or of all that may be sorted by it, a few at a time.
@@ -846,8 +857,9 @@ function drawUsage(box, client) {
   });
 }
 function drawClients() {
-  const section = $("clients"), all = state.clients || [], found = selectClients(), left = found.length - CLIENTS;
-  options($("clients-plan"), [...new Set(all.map(client => client.plan))].sort(), "all plans");
+  const section = $("clients"), found = selectClients(), left = found.length - CLIENTS;
+  for (const plan of [...found.map(client => client.plan), ...(state.config || { rules: [] }).rules.flatMap(rule => rule.plans.map(({ name }) => name))]) state.plans.add(plan);
+  options($("clients-plan"), [...state.plans].sort(), "all plans");
   list(section.querySelector(".clients"), shownClients(), client => client.name, client => {
     const button = (text, act) => el("button", { type: "button", text, "aria-label": `${text.replace("…", "")} ${client.name}`, on: { click: () => act(state.clients.find(({ name }) => name === client.name)) } });
     return el("li", {}, el("div", { class: "pair" }, el("span", { class: "key" }), el("small")), el("small", { class: "about" }), el("div", { class: "usage" }),
@@ -863,12 +875,15 @@ function drawClients() {
     controls.children[1].hidden = !canBlock();
     controls.hidden = [...controls.children].every(child => child.hidden);
   });
-  const none = state.config && !state.config.clients ? "No client is configured: there is no [clients]." : state.clients === null ? "Waiting for the clients." : all.length ? "Nothing matches the search." : "No client is configured.";
+  const none = state.config && !state.config.clients ? "No client is configured: there is no [clients]." : state.clients === null ? "Waiting for the clients." : state.clientTotal ? "Nothing matches the search." : "No client is configured.";
   set(section.querySelector(".none"), { text: none, hidden: found.length > 0 });
+  set(section.querySelector(".first"), { text: `These are the first ${grouped(found.length)} that match, of ${plural(state.clientTotal, "client")}. Search for others.`, hidden: !state.hasMoreClients });
   set(section.querySelector(".more"), { text: section.showsAll ? `Show ${CLIENTS} only` : `Show ${grouped(left)} more`, hidden: left <= 0 });
 }
 searchable($("clients"), () => { drawClients(); readUsage(); });
-for (const id of ["clients-plan", "clients-sort"]) $(id).addEventListener("change", () => { drawClients(); readUsage(); });
+$("clients-search").addEventListener("input", () => { clearTimeout(clientsTimer); clientsTimer = setTimeout(readClients, 200); });
+$("clients-plan").addEventListener("change", readClients);
+$("clients-sort").addEventListener("change", () => { drawClients(); readUsage(); });
 // The list is read when the page is opened, usage while it is shown.
 setInterval(() => { if (view() === "clients" && state.connected && !document.hidden && state.clients) readUsage(); }, 5000);
 

@@ -18,7 +18,7 @@ pub struct Identifiers {
 }
 
 impl Identifiers {
-    fn of(client: Option<&Client>) -> Identifiers {
+    pub fn of(client: Option<&Client>) -> Identifiers {
         let Some(client) = client else { return Identifiers { api_keys: vec![], subjects: vec![], networks: vec![] } };
         Identifiers {
             api_keys: client.api_keys.iter().map(ToString::to_string).collect(),
@@ -27,7 +27,7 @@ impl Identifiers {
         }
     }
 
-    fn without(&self, others: &Identifiers) -> Identifiers {
+    pub fn without(&self, others: &Identifiers) -> Identifiers {
         let rest =
             |own: &[String], others: &[String]| own.iter().filter(|one| !others.contains(one)).cloned().collect();
         Identifiers {

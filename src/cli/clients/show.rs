@@ -3,59 +3,55 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use bytes::Bytes;
-use http::Request;
-use http_body_util::Full;
 use serde_json::Value;
 
-use super::super::admin_client::{self, RunningGateway};
+use super::super::admin_client::{self, Question};
 use super::super::{Exit, add_copied_clients, read_config};
-use super::{Failure, Show, clients_of, find_client};
+use super::place::target;
+use super::{Failure, Show, clients_of, unknown_client};
 use crate::explain::rule_state::seconds_text;
 use crate::file_watch::FileWatch;
-use transom_config::clients::ClientsSource;
+use transom_config::clients::{Client, ClientsSource};
 use transom_limiter::secret_digest::Digest;
 use transom_rules::client_plans::describe_client;
 
-pub fn show(path: &Path, Show { name, json, token }: &Show) -> Result<(), Failure> {
-    let failed = |reason: String| Failure(Exit::Failed, format!("transom: {reason}\n"));
+pub fn show(path: &Path, show: &Show) -> Result<(), Failure> {
+    if show.gateway.address.is_given() {
+        let gateway = show.gateway.find(path)?;
+        print(show, gateway.ask(Question::get(&target(&show.name)))?.body());
+        return Ok(());
+    }
     let mut config = read_config(path, &mut FileWatch::default())
         .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))?;
     add_copied_clients(&mut config);
     let clients = clients_of(&config, path)?;
-    let known = match (find_client(clients, name), clients.source) {
-        (Err(unknown), ClientsSource::File) => return Err(unknown),
-        // The gateway may know a client that its copy lacks.
-        (known, _) => known,
-    };
-    let token = token.read(Some(&config)).map_err(failed)?;
-    let answer = match admin_client::admin_address(&config) {
-        Some(address) => ask_gateway(&RunningGateway { address, token }, name).map_err(failed)?,
-        None => None,
-    };
-    let is_live = answer.is_some();
-    let client = match answer {
-        Some(client) => client,
-        None => describe_client(clients, known?, Digest::brief),
-    };
-    if *json {
-        print_out!("{client:#}");
-    } else {
-        print_out!("{}", text(&client).trim_end());
-        if !is_live {
-            print_err!("transom: no gateway runs that could tell the usage");
+    let known = clients.list.iter().find(|client| client.name == show.name);
+    let unknown = || unknown_client(&show.name, clients.list.iter().map(|client| client.name.as_str()));
+    // A gateway may know a client of the store that its copy lacks.
+    if known.is_none() && clients.source == ClientsSource::File {
+        return Err(unknown());
+    }
+    if admin_client::admin_address(&config).is_some() {
+        let gateway = show.gateway.find(path)?;
+        if let Some(response) = gateway.respond_to(Question::get(&target(&show.name)))? {
+            print(show, gateway.success(response)?.body());
+            return Ok(());
         }
+    }
+    let described = |client: &Client| describe_client(clients, client, Digest::brief);
+    print(show, &known.map(described).ok_or_else(unknown)?);
+    if !show.json {
+        print_err!("transom: no gateway runs that could tell the usage");
     }
     Ok(())
 }
 
-/// The client as the running gateway knows it; `None` if none listens.
-fn ask_gateway(gateway: &RunningGateway, name: &str) -> Result<Option<Value>, String> {
-    let failed = |reason: String| format!("the gateway at http://{} cannot show the client: {reason}", gateway.address);
-    let request = Request::get(format!("/v1/clients/{name}")).body(Full::new(Bytes::new()));
-    let request = request.map_err(|error| failed(error.to_string()))?;
-    let body = gateway.send_and_wait(request).map_err(failed)?;
-    body.map(|body| serde_json::from_str(&body).map_err(|error| failed(error.to_string()))).transpose()
+fn print(show: &Show, client: &Value) {
+    if show.json {
+        print_out!("{client:#}");
+    } else {
+        print_out!("{}", text(client).trim_end());
+    }
 }
 
 /// The client for people.
