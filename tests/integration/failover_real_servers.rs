@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::Request;
@@ -20,6 +21,8 @@ use crate::support::http2_client::Http2Client;
 use crate::support::{eventually, external_scripts, forward_to};
 
 const CLIENTS: usize = 4;
+/// Between two requests of a client, so that requests are in flight half of the time.
+const PAUSE: Duration = Duration::from_micros(500);
 
 /// A kind of server, and its client.
 struct ServerKind {
@@ -82,6 +85,7 @@ fn run_outages(kind: &ServerKind) -> (usize, usize) {
                 while !results.is_stopped.load(Ordering::SeqCst) {
                     let outcome = if send() { &results.responses } else { &results.errors };
                     outcome.fetch_add(1, Ordering::SeqCst);
+                    thread::sleep(PAUSE);
                 }
             });
         }

@@ -706,12 +706,12 @@ fn suggested_limits_refuse_the_share_of_keys_that_they_promise() {
         "{ limit = 33, period = \"minute\", start = \"random\" }",
         "{ limit = 33, period = \"minute\", sliding = true }",
     ];
+    let mut log = Vec::new();
+    let shape = LogShape { form: LogForm::Transom, lines: 60_000, clients: 4000, seed: 11 };
+    write_log(&mut log, shape).unwrap();
     for window in windows {
         let directory = Directory::new(&one_rule(&format!("key = \"ip\"\nwindows = [{window}]")));
-        let mut log = Vec::new();
-        let shape = LogShape { form: LogForm::Transom, lines: 60_000, clients: 4000, seed: 11 };
-        write_log(&mut log, shape).unwrap();
-        directory.write("access.log", log);
+        directory.write("access.log", &log);
         let result = directory.json(&["access.log"]);
         let suggested = result["scenarios"][0]["rules"][0]["windows"][0]["suggested"].as_array().unwrap();
         let suggested: Vec<(f64, u64)> = suggested
@@ -719,19 +719,22 @@ fn suggested_limits_refuse_the_share_of_keys_that_they_promise() {
             .map(|one| (one["share_of_keys"].as_f64().unwrap(), one["limit"].as_u64().unwrap()))
             .collect();
         assert_eq!(suggested.iter().map(|(share, _)| *share).collect::<Vec<_>>(), [0.01, 0.001], "{window}");
-        for (share, limit) in suggested {
-            // The limit keeps the promise, and the next lower one does not.
-            let candidates = [format!("r={limit}/minute"), format!("r={}/minute", limit - 1)];
-            let result = directory.json(&["--try", &candidates[0], "--try", &candidates[1], "access.log"]);
+        // Each limit keeps its promise, and the next lower one does not.
+        let candidates = suggested.iter().flat_map(|(_, limit)| [*limit, limit - 1]);
+        let options: Vec<String> = candidates.flat_map(|limit| ["--try".into(), format!("r={limit}/minute")]).collect();
+        let options: Vec<&str> = options.iter().map(String::as_str).chain(["access.log"]).collect();
+        let result = directory.json(&options);
+        for (position, (share, limit)) in suggested.into_iter().enumerate() {
+            let rule = |scenario: usize| &result["scenarios"][2 * position + scenario]["rules"][0];
             let refused = |scenario: usize| {
-                let keys = &result["scenarios"][scenario]["rules"][0]["keys"];
+                let keys = &rule(scenario)["keys"];
                 assert_eq!(keys["sampled_one_of"], 1);
                 keys["refused"].as_f64().unwrap() / keys["total"].as_f64().unwrap()
             };
             let shares = [refused(1), refused(2)];
             assert!(shares[0] <= share && share < shares[1], "{window}: {limit} for {share}: {shares:?}");
             // Other windows, such as `first-request`, are kept.
-            assert_eq!(result["scenarios"][1]["rules"][0]["windows"][0]["limit"], limit);
+            assert_eq!(rule(1)["windows"][0]["limit"], limit);
         }
     }
 }

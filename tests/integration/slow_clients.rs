@@ -1,6 +1,7 @@
 //! slowhttptest: clients that send a head or a body slowly or read slowly do not affect another client.
 
 use std::process::{Child, Command, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::support::external_servers::{self, program};
@@ -75,6 +76,7 @@ fn assert_slow_clients_are_closed_and_others_served(mode: &[&str], target: &str)
         assert!(start.elapsed() < MAX_TIME, "{mode:?}: slow clients are still connected");
         assert_eq!(gateway.get("/a.txt").expect(200).text(), "small\n");
         most = most.max(connections(&gateway));
+        thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(slow.exit_status(), "No open connections left", "{mode:?}");
     // Otherwise the clients were not slow.

@@ -332,7 +332,7 @@ fn a_kill_while_writing_keeps_the_former_snapshot() {
         // The kill comes at a random time during or after the write.
         let new = files.scratch.path().join("snapshot.new");
         eventually("a snapshot is being written", || new.exists());
-        thread::sleep(Duration::from_micros(rng.u64(..200_000)));
+        thread::sleep(Duration::from_micros(rng.u64(..100_000)));
         drop(process);
         within += u64::from(new.exists());
         let saved =

@@ -1,5 +1,5 @@
-//! Clients that send requests without pause to several gateways and count admitted requests per key and window, to check
-//! gateways that are killed under load.
+//! Clients that send requests to several gateways and count admitted requests per key and window, to check gateways that are
+//! killed under load. They pause only after a refusal.
 //!
 //! A response counts in a window only if its request was sent and the response received well within that window, because
 //! the clock of the gateway may be slightly ahead of the clock of the client. So the count is never too high, and rarely
@@ -20,6 +20,8 @@ use super::{DEADLINE, seeded_rng};
 pub const KEYS: u32 = 10_000;
 /// Half of the requests are of these, so that their limits bind.
 const HOT: u32 = 10;
+/// The pause of a client after a refusal: further ones would show nothing.
+const PAUSE_AFTER_REFUSAL: Duration = Duration::from_millis(3);
 /// The maximum difference between the clocks of gateway and client.
 pub const MARGIN_MS: u64 = 50;
 
@@ -198,6 +200,10 @@ impl Load {
                         status => panic!("{status}"),
                     }
                     results.record_response(layers, key, received_ms, status == 200);
+                    drop(results);
+                    if status == 429 {
+                        thread::sleep(PAUSE_AFTER_REFUSAL);
+                    }
                 }
                 Err(_killed) => connection = None,
             }
