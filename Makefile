@@ -8,6 +8,7 @@ ROUNDS = 1000
 REPLAYED_REQUESTS = 100000
 SCHEDULES = 10000
 CONFIGURATIONS = 200
+MUTATIONS = 10000000
 FAILOVER_S = 600
 SOAK_S = 3600
 # Python virtual environments, each with the packages that tests/external/NAME.txt lists.
@@ -37,7 +38,7 @@ MUTANT_TESTS = --lib --test rules --test properties --test tower
 # Seconds after which the tests of a change are stopped; the change then counts as noticed.
 MUTANT_TIMEOUT = 60
 
-.PHONY: help test check docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions instructions-build replay screenshots failover soak fuzz parts deny advisories
+.PHONY: help test check docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions instructions-build replay usage screenshots failover soak fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -63,6 +64,7 @@ help:
 	@echo "make counting    compares gateways with a model of the documentation, in CONFIGURATIONS random configurations (200) of each"
 	@echo "                 kind: alone, with a store, over its outages, several on one store"
 	@echo "make replay      simulates the access log of REPLAYED_REQUESTS requests (100000): decisions are those of the gateway"
+	@echo "make usage       reads usage from MUTATIONS mutated bodies (10000000), cut at random: it is what serde_json finds, or nothing"
 	@echo "make screenshots the pictures of the dashboard and of the report in docs/images; takes minutes"
 	@echo "make failover    kills one of two upstream servers repeatedly for FAILOVER_S seconds (600) under load: no request is lost"
 	@echo "make soak        SOAK_S seconds (3600) at half load, with reloads, killed servers, slow clients and new keys: no request is"
@@ -195,6 +197,10 @@ counting:
 # Requests of all kinds of windows, over most of a year, whose time is that of the test.
 replay:
 	TRANSOM_REPLAYED_REQUESTS=$(REPLAYED_REQUESTS) cargo test --locked --test integration -- simulated_decisions_are --nocapture
+
+# In minutes.
+usage:
+	TRANSOM_MUTATIONS=$(MUTATIONS) cargo test --locked --test fuzz -- usage_properties
 
 # The pictures of docs/guides/dashboard.md, an hour of a gateway, in about seven minutes, and that of docs/guides/choose-limits.md. Look at
 # them before you commit them.

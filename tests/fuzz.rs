@@ -15,6 +15,8 @@ mod path;
 mod proxy_protocol;
 #[path = "../fuzz/properties/upstream_response.rs"]
 mod upstream_response;
+#[path = "../fuzz/properties/usage.rs"]
+mod usage;
 
 use std::fs;
 use std::path::Path;
@@ -25,6 +27,7 @@ use transom_limiter::counter::CounterWord;
 use transom_limiter::key::Seed;
 use transom_limiter::table::Table;
 use transom_limiter::window::END_MAX_MS;
+use transom_usage::json_scanner::DEPTH_MAX;
 
 /// The committed seeds of a fuzz target, in the order of their names.
 fn seeds(target: &str) -> Vec<Vec<u8>> {
@@ -137,4 +140,54 @@ fn counters_file_properties_hold() {
 fn upstream_response_properties_hold() {
     let pieces = ["\r\n", "\n", "\r", "0", "5\r\n", ";", ":", " ", "0\r\n\r\n", "Content-Length: 1\r\n", "\0", "f"];
     check_property(upstream_response::holds, &seeds("upstream_response"), &pieces, 100_000);
+}
+
+/// `TRANSOM_MUTATIONS`: how many (default 20,000).
+#[test]
+fn usage_properties_hold() {
+    let pieces = [
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ":",
+        "\"",
+        "\\",
+        "\\u0",
+        "\\ud83d",
+        "\\/",
+        "null",
+        "true",
+        "-",
+        "0",
+        "1",
+        ".5",
+        "e2",
+        "E-1",
+        "00",
+        "data: ",
+        "data:",
+        "\n",
+        "\r",
+        "\n\n",
+        "\r\n\r\n",
+        ":",
+        "[DONE]",
+        "\"usage\":",
+        "\"total_tokens\":",
+        "\"a/b\":",
+        "\"~\":",
+        "\"\":",
+        "\u{e9}",
+        "18446744073709551615",
+        "\"cached_tokens\":7",
+    ];
+    let mut seeds = seeds("usage");
+    // One level more than those whose grammar is checked.
+    let levels = DEPTH_MAX as usize;
+    let deep = ["{\"usage\":{\"total_tokens\":5},\"deep\":", &"[".repeat(levels), &"]".repeat(levels), "}"].concat();
+    seeds.push(deep.into_bytes());
+    let rounds = std::env::var("TRANSOM_MUTATIONS").map_or(20_000, |text| text.parse().unwrap());
+    check_property(usage::holds, &seeds, &pieces, rounds);
 }

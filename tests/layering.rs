@@ -66,7 +66,7 @@ const MODULES: [(&str, &[&str]); 23] = [
 
 /// The modules of the other crates: a module uses only modules behind it in its list. The sections of the configuration use one
 /// another, so `config` has no list.
-const ORDERS: [(&str, &[&str]); 7] = [
+const ORDERS: [(&str, &[&str]); 8] = [
     (
         "http",
         &[
@@ -200,10 +200,24 @@ const ORDERS: [(&str, &[&str]); 7] = [
             "scripts",
         ],
     ),
+    (
+        "usage",
+        &[
+            "usage_reader",
+            "content_decoder",
+            "event_stream",
+            "format",
+            "json_scanner",
+            "values",
+            "json_pointer",
+            "usage",
+            "decimal",
+        ],
+    ),
 ];
 
 /// Crates without I/O and waiting.
-const PURE: [&str; 4] = ["http", "jwt", "config", "rules"];
+const PURE: [&str; 5] = ["http", "jwt", "config", "rules", "usage"];
 
 /// Files that may name status codes, with the reason.
 const STATUS_CODES: [(&str, &str); 4] = [

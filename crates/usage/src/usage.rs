@@ -1,0 +1,157 @@
+//! What a request used, in disjoint kinds, and the cost of that by weights.
+
+use std::ops::{Index, IndexMut};
+
+use super::decimal::Decimal;
+
+/// Kinds of usage. A token is of one kind.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    Input,
+    /// Input that was read from a cache.
+    CachedInput,
+    /// Input that was written to a cache.
+    CacheWrite,
+    Output,
+    /// Output that the client does not see.
+    Reasoning,
+}
+
+impl Kind {
+    pub const ALL: [Kind; 5] = [Kind::Input, Kind::CachedInput, Kind::CacheWrite, Kind::Output, Kind::Reasoning];
+
+    /// The name in the configuration, in metrics and in logs.
+    pub fn name(self) -> &'static str {
+        ["input", "cached_input", "cache_write", "output", "reasoning"][self as usize]
+    }
+
+    /// The kind whose weight this one has without a weight of its own.
+    fn fallback(self) -> Kind {
+        match self {
+            Kind::Input | Kind::CachedInput | Kind::CacheWrite => Kind::Input,
+            Kind::Output | Kind::Reasoning => Kind::Output,
+        }
+    }
+}
+
+/// How much of each kind was used.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Usage([Decimal; 5]);
+
+impl Index<Kind> for Usage {
+    type Output = Decimal;
+
+    fn index(&self, kind: Kind) -> &Decimal {
+        &self.0[kind as usize]
+    }
+}
+
+impl IndexMut<Kind> for Usage {
+    fn index_mut(&mut self, kind: Kind) -> &mut Decimal {
+        &mut self.0[kind as usize]
+    }
+}
+
+/// The factor of each kind.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Weights([Decimal; 5]);
+
+impl Default for Weights {
+    fn default() -> Weights {
+        Weights([Decimal::ONE; 5])
+    }
+}
+
+impl Weights {
+    /// `given`: the weight of a kind, if it has one.
+    pub fn new(given: impl Fn(Kind) -> Option<Decimal>) -> Weights {
+        Weights(Kind::ALL.map(|kind| given(kind).or_else(|| given(kind.fallback())).unwrap_or(Decimal::ONE)))
+    }
+
+    /// The weighted sum, rounded up. A cost beyond `u32::MAX` is `u32::MAX`.
+    pub fn cost(&self, usage: &Usage) -> u32 {
+        Decimal::rounded_sum(self.0.into_iter().zip(usage.0))
+    }
+}
+
+/// Weights by the name of the model.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct ModelWeights {
+    /// Names, or with `true` the beginnings of names; the longest first.
+    patterns: Vec<(String, bool, Weights)>,
+    default: Weights,
+}
+
+impl ModelWeights {
+    /// The same for all models.
+    pub fn of_all(weights: Weights) -> ModelWeights {
+        ModelWeights { patterns: Vec::new(), default: weights }
+    }
+
+    /// `patterns`: names of models, with `*` at the end for all names that begin so. `default`: for other models; 1 if absent.
+    pub fn new(patterns: impl Iterator<Item = (String, Weights)>, default: Option<Weights>) -> ModelWeights {
+        let pattern = |(text, weights): (String, Weights)| match text.strip_suffix('*') {
+            Some(beginning) => (beginning.to_owned(), true, weights),
+            None => (text, false, weights),
+        };
+        let mut patterns: Vec<_> = patterns.map(pattern).collect();
+        // A whole name is longer than the same text with `*`.
+        patterns.sort_by_key(|(text, is_beginning, _)| (std::cmp::Reverse(text.len()), *is_beginning));
+        ModelWeights { patterns, default: default.unwrap_or_default() }
+    }
+
+    pub fn of(&self, model: Option<&str>) -> &Weights {
+        let matches = |(text, is_beginning, _): &&(String, bool, Weights)| {
+            model.is_some_and(|model| if *is_beginning { model.starts_with(text) } else { model == text })
+        };
+        self.patterns.iter().find(matches).map_or(&self.default, |(_, _, weights)| weights)
+    }
+
+    /// Whether the model makes no difference.
+    pub fn is_for_all(&self) -> bool {
+        self.patterns.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn weights(given: &[(Kind, &str)]) -> Weights {
+        Weights::new(|kind| given.iter().find(|(known, _)| *known == kind).and_then(|(_, text)| Decimal::parse(text)))
+    }
+
+    fn usage(numbers: [u64; 5]) -> Usage {
+        Usage(numbers.map(Decimal::from))
+    }
+
+    #[test]
+    fn a_kind_without_a_weight_has_that_of_its_kin() {
+        assert_eq!(Weights::default().cost(&usage([1, 2, 3, 4, 5])), 15);
+        assert_eq!(weights(&[(Kind::Input, "10")]).cost(&usage([1, 2, 3, 4, 5])), 69);
+        assert_eq!(weights(&[(Kind::Output, "10")]).cost(&usage([1, 2, 3, 4, 5])), 96);
+        let all =
+            weights(&[(Kind::Input, "1"), (Kind::CachedInput, "0.1"), (Kind::CacheWrite, "1.25"), (Kind::Output, "4")]);
+        assert_eq!(all.cost(&usage([100, 11, 0, 10, 1])), 146);
+        assert_eq!(all.cost(&usage([0, 1, 1, 0, 0])), 2);
+        assert_eq!(all.cost(&usage([0; 5])), 0);
+        assert_eq!(all.cost(&usage([u64::MAX; 5])), u32::MAX);
+        let names = Kind::ALL.map(Kind::name);
+        assert_eq!(names, ["input", "cached_input", "cache_write", "output", "reasoning"]);
+    }
+
+    #[test]
+    fn the_longest_pattern_decides() {
+        let of = |text: &str| weights(&[(Kind::Input, text), (Kind::Output, text)]);
+        let patterns = [("gpt-5*", "2"), ("gpt-5-mini*", "3"), ("gpt-5-mini", "4"), ("*", "5")];
+        let patterns = || patterns.iter().map(|(name, weight)| ((*name).to_owned(), of(weight)));
+        let models = ModelWeights::new(patterns(), Some(of("9")));
+        let cost = |model: Option<&str>| models.of(model).cost(&usage([1, 0, 0, 0, 0]));
+        for (model, expected) in [("gpt-5", 2), ("gpt-5-mini", 4), ("gpt-5-mini-high", 3), ("o3", 5)] {
+            assert_eq!(cost(Some(model)), expected, "{model}");
+        }
+        assert_eq!(cost(None), 9);
+        assert_eq!(ModelWeights::new(patterns().take(1), None).of(Some("o3")), &Weights::default());
+        assert_eq!(ModelWeights::of_all(of("7")).of(Some("o3")), &of("7"));
+    }
+}
