@@ -18,6 +18,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::spawn_local;
 
 use crate::access_log::{LogSender, WriterThread};
+use crate::admin::AccessEdit;
 use crate::admin::client_store::{ClientStore, FileChange, FileClients, StoredClients};
 use crate::admin::events::Events;
 use crate::admin::history::{self, History};
@@ -124,6 +125,7 @@ pub struct Gateway {
     history: Arc<Mutex<History>>,
     /// Changes of clients by requests to the admin address, for the code that applies configurations.
     file_changes: Option<UnboundedReceiver<FileChange>>,
+    access_edits: Option<UnboundedReceiver<AccessEdit>>,
     /// The thread of the active health checks, if any are configured.
     health_thread: Option<JoinHandle<()>>,
     /// Follows the clients in the store, if they are there.
@@ -252,6 +254,7 @@ impl Gateway {
             admin_settings: watch::Sender::new(config.admin.clone()),
             history: Arc::default(),
             file_changes: None,
+            access_edits: None,
             health_thread: None,
             shared_clients: None,
             key_set: None,
@@ -491,6 +494,11 @@ impl Gateway {
     /// The changes of clients that requests to the admin address ask for; once.
     pub fn take_file_changes(&mut self) -> Option<UnboundedReceiver<FileChange>> {
         self.file_changes.take()
+    }
+
+    /// The edits of the access file that requests to the admin address have made; once.
+    pub fn take_access_edits(&mut self) -> Option<UnboundedReceiver<AccessEdit>> {
+        self.access_edits.take()
     }
 
     /// Logs when window time begins or ceases to differ from the wall clock. Call about once a second.
@@ -751,6 +759,8 @@ impl Gateway {
         let store = self.config.counters.shared.clone().filter(|_| self.admin.is_some());
         let owner = self.workers;
         let client_store = self.client_store();
+        let (access_edits, received) = unbounded_channel();
+        self.access_edits = Some(received);
         let shared_by_workers = self.shared_by_workers.clone();
         let run = move || async move {
             let meter = || StoreMetrics::new(&registry, owner);
@@ -767,6 +777,7 @@ impl Gateway {
                 accept_state,
                 settings,
                 decision_api,
+                access_edits,
                 shared_deny,
                 upstream_health,
                 workers,

@@ -5,9 +5,10 @@
 //! (JSON arrays of name, version, text), and a last line with their number. While it is written, changes go on: entries may be newer
 //! than the header says, and a gateway that starts from the copy reads such changes again.
 
-use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, BufWriter, Write};
+use std::fs::{self, File, Permissions};
+use std::io::{self, BufRead, BufReader, BufWriter, Lines, Write};
 use std::ops::Bound;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, TryRecvError};
@@ -74,7 +75,7 @@ impl SharedDataHandle {
 }
 
 impl<F: FnMut(Update<'_>)> SharedData<F> {
-    /// Reads the copy. `name`: of the data, for the store and for messages. `update`: called for the copy, if there is one, and for
+    /// Reads the copy, if there is one that can be used. `name`: of the data, for the store and for messages. `update`: called for the copy, if there is one, and for
     /// each change. It must not use the map.
     pub fn open(
         settings: &StoreConfig,
@@ -82,8 +83,16 @@ impl<F: FnMut(Update<'_>)> SharedData<F> {
         clock: Clock,
         metrics: SharedDataMetrics,
         mut update: F,
-    ) -> io::Result<(SharedData<F>, SharedDataHandle)> {
-        let copy = load(file, name)?;
+    ) -> (SharedData<F>, SharedDataHandle) {
+        let copy = load(file, name).and_then(|copy| {
+            copy.is_some().then(|| restrict_access(file)).transpose()?;
+            Ok(copy)
+        });
+        let copy = copy.unwrap_or_else(|error| {
+            let file = file.display();
+            tracing::error!("the copy `{file}` of the shared {name} cannot be used, the store is needed: {error}");
+            None
+        });
         let is_copied = copy.is_some();
         let (copy, written_ms) = copy.unwrap_or_default();
         if is_copied {
@@ -102,7 +111,7 @@ impl<F: FnMut(Update<'_>)> SharedData<F> {
         let handle = SharedDataHandle { map: map.clone(), is_known };
         let (file, is_due, is_failing) = (file.to_owned(), false, false);
         let copies = Copies { name, file, map, clock, metrics, is_due, writing: None, next: None, is_failing };
-        Ok((SharedData { follower, observer: Observer { update, known, copies } }, handle))
+        (SharedData { follower, observer: Observer { update, known, copies } }, handle)
     }
 
     /// Follows the data until the sender of `stop` is dropped, and writes the last copy.
@@ -229,6 +238,9 @@ fn panicked() -> io::Error {
 
 /// Writes a copy. `false`: another process keeps writing one.
 fn write(map: &SharedMap, name: &str, file: &Path, written_ms: u64, patience: Duration) -> io::Result<bool> {
+    if let Some(error) = header(file, name).err().filter(|error| error.kind() == io::ErrorKind::InvalidData) {
+        return Err(error);
+    }
     let Some(draft) = atomic_file::lock_draft(file, patience)? else { return Ok(false) };
     let mut target = BufWriter::new(&draft);
     let Position { epoch, version, last } = map.lock().position.clone();
@@ -260,18 +272,37 @@ fn write_line(target: &mut impl Write, line: &impl Serialize) -> io::Result<()> 
     target.write_all(b"\n")
 }
 
-/// Reads a copy, and when it was written. A damaged one is set aside, and a warning logged. An error if the file is no copy of such
-/// data.
-pub fn load(file: &Path, name: &str) -> io::Result<Option<(MapCopy, u64)>> {
-    let opened = match File::open(file) {
+/// Lets only the owner read a copy: it has subjects, and digests of keys.
+fn restrict_access(file: &Path) -> io::Result<()> {
+    let mode = fs::metadata(file)?.permissions().mode();
+    if mode & 0o077 != 0 {
+        fs::set_permissions(file, Permissions::from_mode(0o600))?;
+        tracing::warn!("others could read `{}`, mode {:o}: it has mode 600 now", file.display(), mode & 0o7777);
+    }
+    Ok(())
+}
+
+/// The header of a copy, and the lines after it; `None` if there is no file, or an empty one. An error of the kind `InvalidData` if
+/// the file is no copy of such data.
+fn header(file: &Path, name: &str) -> io::Result<Option<(Header, Lines<BufReader<File>>)>> {
+    let mut lines = match File::open(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        opened => opened?,
+        opened => BufReader::new(opened?).lines(),
     };
-    let mut lines = BufReader::new(opened).lines();
-    let header = lines.next().transpose()?.and_then(|line| serde_json::from_str::<Header>(&line).ok());
-    let Some(header) = header.filter(|header| header.data == name && header.transom_shared_data == FORMAT) else {
-        return Err(io::Error::other(format!("it is not a copy of shared {name}")));
-    };
+    let Some(line) = lines.next().transpose()? else { return Ok(None) };
+    let header = serde_json::from_str::<Header>(&line).ok();
+    let header = header.filter(|header| header.data == name && header.transom_shared_data == FORMAT);
+    let other = || format!("it is not a copy of shared {name}: name another file in `file`, or remove this one");
+    Ok(Some((header.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, other()))?, lines)))
+}
+
+/// Reads a copy, and when it was written. A damaged one is set aside, and a warning logged.
+///
+/// # Errors
+///
+/// As of [`header`].
+pub fn load(file: &Path, name: &str) -> io::Result<Option<(MapCopy, u64)>> {
+    let Some((header, lines)) = header(file, name)? else { return Ok(None) };
     match read_entries(&header, lines) {
         Ok(copy) => Ok(Some((copy, header.written_ms))),
         Err(error) => {
@@ -310,7 +341,6 @@ fn read_entries(header: &Header, mut lines: impl Iterator<Item = io::Result<Stri
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::PermissionsExt;
 
     fn copy() -> MapCopy {
         let entry = |version, text: &str| Entry { version, text: text.into() };
@@ -362,12 +392,19 @@ mod tests {
                 assert!(load(file, "clients").unwrap().is_none(), "{damaged}");
                 assert_eq!(fs::read_to_string(file.with_added_extension("old")).unwrap(), damaged);
             }
-            for other in ["[clients.acme]\nplan = \"pro\"\n", "", &whole.replacen("\"clients\"", "\"deny\"", 1)] {
+            for other in ["[clients.acme]\nplan = \"pro\"\n", "\n", &whole.replacen("\"clients\"", "\"deny\"", 1)] {
                 fs::write(file, other).unwrap();
-                let error = load(file, "clients").unwrap_err().to_string();
-                assert_eq!(error, "it is not a copy of shared clients");
+                for error in [
+                    load(file, "clients").unwrap_err(),
+                    write(&map(copy()), "clients", file, 5, Duration::ZERO).unwrap_err(),
+                ] {
+                    assert!(error.to_string().starts_with("it is not a copy of shared clients"), "{error}");
+                }
                 assert_eq!(fs::read_to_string(file).unwrap(), other);
             }
+            fs::write(file, "").unwrap();
+            assert!(load(file, "clients").unwrap().is_none());
+            assert!(write(&map(copy()), "clients", file, 5, Duration::ZERO).unwrap());
         });
     }
 }

@@ -263,6 +263,7 @@ fn no_shipped_configuration_has_a_warning() {
             files: &|file| test_file_for(file, &clients, ""),
             folders: &|_| Ok(Vec::new()),
             variables: &|_| Some(b"1".to_vec()),
+            ..Inputs::NONE
         };
         assert_eq!(warnings(&text, inputs, &path.display().to_string()), Vec::<String>::new());
     }
@@ -292,6 +293,7 @@ fn every_snippet_of_the_documentation_is_accepted() {
                 files: &|file| test_file_for(file, &clients, &block),
                 folders: &|_| Ok(Vec::new()),
                 variables: &|_| Some(b"1".to_vec()),
+                ..Inputs::NONE
             };
             if let Err(problems) = read_with_inputs(&whole, inputs) {
                 panic!("{name}, line {line}:\n{}", render(&problems, "snippet.toml"));
@@ -366,6 +368,7 @@ fn no_part_of_a_referenced_value_is_in_a_message() {
                 variables: &|name| {
                     Some(values.get(name.strip_prefix('V')?.parse::<usize>().ok()?)?.as_bytes().to_vec())
                 },
+                ..Inputs::NONE
             };
             let found = messages(&text, inputs);
             let public: BTreeSet<String> = documented.union(&words(&text)).cloned().collect();

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use http::Response;
 use serde_json::{Map, Value, json};
+use tokio::sync::oneshot;
 
 use super::AdminBody;
 use super::endpoints::{Call, json_response, with_body};
@@ -71,6 +72,7 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let shown = |entry: &DenyEntry| entry.to_json(&served.config, call.state.clock.wall_ms());
     let (entry, before) = (shown(&entry), before.as_ref().map_or(Value::Null, shown));
     change.write(&json!({ "operation": "deny", "id": entry["id"] }), &before, &entry);
+    await_effect(&call).await?;
     Ok(with_body(json_response(&entry)))
 }
 
@@ -98,7 +100,25 @@ pub async fn remove(call: Call) -> Result<Response<AdminBody>, ApiError> {
     };
     let removed = removed.to_json(&served.config, call.state.clock.wall_ms());
     change.write(&json!({ "operation": "end deny", "id": removed["id"] }), &removed, &Value::Null);
+    await_effect(&call).await?;
     Ok(with_body(json_response(&removed)))
+}
+
+/// Waits until an edit of the file is in effect in all workers. One of the store is in effect already.
+async fn await_effect(call: &Call) -> Result<(), ApiError> {
+    if call.state.shared_deny.borrow().is_some() {
+        return Ok(());
+    }
+    let (applied, is_applied) = oneshot::channel();
+    // An error drops the sender.
+    let _ = call.state.access_edits.send(applied);
+    match is_applied.await {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(ApiError::Unavailable(String::from(
+            "the access file was changed, which takes effect once the configuration files have no problems: see `transom check`",
+        ))),
+        Err(_ended) => Err(ApiError::HandedOver),
+    }
 }
 
 fn find(served: &ServedConfig, id: EntryId) -> Option<DenyEntry> {

@@ -2,7 +2,8 @@
 //!
 //! `?hours=6` and `?hours=24` choose a longer history than that of one hour. One task reads the metrics, whatever the number of streams. It makes a sample of the history every ten seconds, and does
 //! nothing else while no stream is open. Each stream has a task that waits until its connection has room; events meanwhile are
-//! left out, so a slow reader costs no memory, and `write_timeout` ends it. Streams end when another process takes over.
+//! left out, so a slow reader costs no memory, and `write_timeout` ends it. Streams end when another process takes over, or when the
+//! token of their request is no longer valid.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -13,7 +14,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Response};
+use http::{Method, Request, Response};
 use http_body::{Body, Frame};
 use http_body_util::Either;
 use serde_json::{Value, json};
@@ -21,11 +22,12 @@ use sha2::{Digest, Sha256};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
-use super::authorization::is_cross_origin;
+use super::authorization::{Caller, is_cross_origin};
 use super::endpoints::{Call, with_body};
 use super::history::{History, Range, Sample};
 use super::top_query::TopQuery;
 use super::{AdminBody, AdminState, DecisionApi, upstreams};
+use transom_config::listen::{Admin, Role};
 use transom_http::error::ApiError;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{OnLimit, Rule, Sharing};
@@ -106,11 +108,12 @@ pub fn open(call: &Call) -> Result<Response<AdminBody>, ApiError> {
         return Err(ApiError::CrossOrigin);
     }
     let hours = call.query().split('&').find_map(|pair| pair.strip_prefix("hours=")?.parse().ok());
-    let body = open_stream(&call.state, Range::of_hours(hours.unwrap_or(1)))?;
+    let body = open_stream(call, Range::of_hours(hours.unwrap_or(1)))?;
     Ok(responses::event_stream_head().map(|_empty| Either::Right(body)))
 }
 
-fn open_stream(state: &Rc<AdminState>, range: Range) -> Result<EventBody, ApiError> {
+fn open_stream(call: &Call, range: Range) -> Result<EventBody, ApiError> {
+    let (state, request) = (Rc::clone(&call.state), Request::from_parts(call.parts.clone(), ()));
     let streams = &state.events.streams;
     if state.accept_state.borrow().is_over() {
         return Err(ApiError::HandedOver);
@@ -120,18 +123,27 @@ fn open_stream(state: &Rc<AdminState>, range: Range) -> Result<EventBody, ApiErr
     }
     streams.set(streams.get() + 1);
     let (sender, receiver) = mpsc::channel(1);
-    let state = Rc::clone(state);
     tokio::task::spawn_local(async move {
         let mut has_ended = state.events.has_ended.subscribe();
         tokio::select! {
             () = send_events(&state, range, &sender) => {}
             () = sender.closed() => {}
+            () = access_lost(&state, &request) => {}
             _ = has_ended.wait_for(|has_ended| *has_ended) => {}
         }
         let streams = &state.events.streams;
         streams.set(streams.get() - 1);
     });
     Ok(EventBody(receiver))
+}
+
+/// Waits until the configuration no longer permits the request, such as after its token was removed.
+async fn access_lost(state: &AdminState, request: &Request<()>) {
+    let mut settings = state.settings.clone();
+    let permitted =
+        |settings: &Admin| Caller::identify(request, settings).is_ok_and(|caller| caller.require(Role::Read).is_ok());
+    // An error means that the gateway ends, and streams with it.
+    let _ = settings.wait_for(|settings| !permitted(settings)).await;
 }
 
 /// Sends to one stream: first the history and the configuration.

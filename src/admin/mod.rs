@@ -19,7 +19,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::UnboundedSender;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
@@ -90,6 +90,9 @@ impl AcceptState {
     }
 }
 
+/// An edit of the access file is complete: to be answered with whether it is in effect in all workers.
+pub type AccessEdit = oneshot::Sender<bool>;
+
 /// What an address serves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AdminScope {
@@ -121,6 +124,8 @@ pub struct AdminState {
     pub settings: watch::Receiver<Admin>,
     /// `None` until the first configuration is applied.
     pub decision_api: watch::Receiver<Option<Arc<DecisionApi>>>,
+    /// To the thread that applies configurations.
+    pub access_edits: UnboundedSender<AccessEdit>,
     /// The deny entries of the store, if they are shared.
     pub shared_deny: watch::Receiver<Option<SharedMap>>,
     pub upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,

@@ -130,7 +130,7 @@ pub fn clients(arguments: &Arguments) -> Exit {
 }
 
 fn add(path: &Path, add: &Add) -> Result<(), Failure> {
-    let place = Place::find(path, &add.gateway)?;
+    let place = Place::find(path, &add.gateway, Some(&add.name))?;
     let known = place.client(&add.name)?;
     check_plan(place.config(), add, known.is_none())?;
     add.networks.iter().try_for_each(|text| check_network(text))?;
@@ -218,7 +218,7 @@ fn check_network(text: &str) -> Result<(), Failure> {
 }
 
 fn remove(path: &Path, remove: &Remove) -> Result<(), Failure> {
-    let place = Place::find(path, &remove.gateway)?;
+    let place = Place::find(path, &remove.gateway, None)?;
     let known = place.existing_client(&remove.name)?;
     let Identifiers { api_keys, subjects, networks } = &known.identifiers;
     let find = |what: &str, list: &[String], text: &str, is_it: &dyn Fn(&String) -> bool| {

@@ -152,11 +152,16 @@ fn read_watched_config(path: &Path, watch: &mut FileWatch) -> Result<Config, Inv
         watch.borrow_mut().watch(path);
         list_folder(path)
     };
-    read_config_with(path, &files, &folders)
+    read_config_with(path, &files, &folders, None)
 }
 
-/// Reads a configuration through `files` and `folders`.
-fn read_config_with(path: &Path, files: ReadFile, folders: ListFolder) -> Result<Config, InvalidConfig> {
+/// Reads a configuration through `files` and `folders`. `new_client` may be named before it exists.
+fn read_config_with(
+    path: &Path,
+    files: ReadFile,
+    folders: ListFolder,
+    new_client: Option<&str>,
+) -> Result<Config, InvalidConfig> {
     let name = path.display().to_string();
     let bytes = match files(path) {
         Ok(bytes) => bytes,
@@ -179,7 +184,7 @@ fn read_config_with(path: &Path, files: ReadFile, folders: ListFolder) -> Result
     let variables = |name: &str| std::env::var_os(name).map(|value| value.into_encoded_bytes());
     let files = |file: &Path| files(&resolve_path(path, file));
     let folders = |folder: &Path| folders(&resolve_path(path, folder));
-    let inputs = Inputs { files: &files, folders: &folders, variables: &variables };
+    let inputs = Inputs { files: &files, folders: &folders, variables: &variables, new_client };
     let mut config =
         transom_config::read_with_inputs(&text, inputs).map_err(|problems| InvalidConfig { name, problems })?;
     // The gateway writes these files, and does not know the folder of the configuration.
@@ -190,13 +195,14 @@ fn read_config_with(path: &Path, files: ReadFile, folders: ListFolder) -> Result
     Ok(config)
 }
 
-/// Reads the configuration; a missing file that it names counts as empty.
-fn read_current_config(path: &Path) -> Result<Config, Failure> {
+/// Reads the configuration; a missing file that it names counts as empty, and a client to be added may be named already.
+fn read_current_config(path: &Path, new_client: Option<&str>) -> Result<Config, Failure> {
     let files = |file: &Path| match read_file(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && file != path => Ok(Vec::new()),
         read => read,
     };
-    read_config_with(path, &files, &list_folder).map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))
+    read_config_with(path, &files, &list_folder, new_client)
+        .map_err(|invalid| Failure(Exit::BadConfig, invalid.to_string()))
 }
 
 /// The first line of standard input, which is `what`.

@@ -9,11 +9,13 @@ use std::time::Duration;
 
 use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::MissedTickBehavior;
 
 use super::clients::file_edit::change_client;
 use super::pid_file::PidFile;
 use super::{Exit, InvalidConfig, read_config, resolve_path, start_report, systemd};
+use crate::admin::AccessEdit;
 use crate::admin::client_store::FileChange;
 use crate::cli::upgrade::child::Program;
 use crate::cli::upgrade::protocol::{Handover, SuccessorChannel};
@@ -165,22 +167,21 @@ impl Supervisor<'_> {
         // The first tick would be immediate, and the files were just read.
         watch_timer.reset();
         // Dropped with this loop: a gateway that ends changes no clients.
-        let mut changes = self.gateway.take_file_changes();
+        let (mut changes, mut edits) = (self.gateway.take_file_changes(), self.gateway.take_access_edits());
         let successor = loop {
-            let next_change = async {
-                match &mut changes {
-                    Some(changes) => changes.recv().await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 () = stop.recv() => break None,
-                Some(change) = next_change => self.change_client(change, &meter),
+                Some(change) = next(&mut changes) => self.change_client(change, &meter),
+                Some(edit) = next(&mut edits) => {
+                    // One reload for all.
+                    let others = std::iter::from_fn(|| edits.as_mut()?.try_recv().ok());
+                    self.apply_edits(std::iter::once(edit).chain(others).collect(), &meter);
+                }
                 _ = signals.hangup.recv() => {
                     // The reload covers earlier changes.
                     self.watch.has_changed();
                     self.gateway.reopen_access_log();
-                    self.reload(&meter);
+                    let _ = self.reload(&meter);
                 }
                 _ = signals.upgrade.recv() => self.upgrade.start(&self.gateway),
                 outcome = self.upgrade.outcome() => match outcome {
@@ -189,13 +190,13 @@ impl Supervisor<'_> {
                 },
                 _ = watch_timer.tick() => {
                     if self.watch.has_changed() {
-                        self.reload(&meter);
+                        let _ = self.reload(&meter);
                     }
                     self.gateway.compare_clocks();
                 }
             }
         };
-        drop(changes);
+        drop((changes, edits));
         match successor {
             Some(pid) => self.drain_for_successor(pid, stop, signals).await,
             None => self.stop(stop, signals).await,
@@ -234,18 +235,34 @@ impl Supervisor<'_> {
         systemd::notify(systemd::READY);
     }
 
-    /// Reloads the configuration; a bad one changes nothing.
-    fn reload(&mut self, meter: &ReloadMetrics) {
+    /// Reloads the configuration; a bad one changes nothing. Workers apply it in their own time.
+    fn reload(&mut self, meter: &ReloadMetrics) -> Option<Applied> {
         systemd::notify(systemd::RELOADING);
-        match read_config(self.path, &mut self.watch) {
-            // Workers apply it in their own time.
-            Ok(config) => drop(self.apply(config, meter)),
+        let applied = match read_config(self.path, &mut self.watch) {
+            Ok(config) => self.apply(config, meter).ok(),
             Err(invalid) => {
                 tracing::error!("reload failed, nothing was applied:\n{invalid}");
                 meter.refused(self.clock.wall_ms(), invalid.to_string().trim_end());
+                None
             }
-        }
+        };
         systemd::notify(systemd::READY);
+        applied
+    }
+
+    /// Applies edits of the access file, and replies once all workers use it.
+    fn apply_edits(&mut self, edits: Vec<AccessEdit>, meter: &ReloadMetrics) {
+        // The reload covers earlier changes.
+        self.watch.has_changed();
+        let applied = self.reload(meter);
+        tokio::spawn(async move {
+            let is_applied = applied.is_some();
+            if let Some(applied) = applied {
+                applied.wait().await;
+            }
+            // An error means that the caller has gone.
+            edits.into_iter().for_each(|edit| _ = edit.send(is_applied));
+        });
     }
 
     /// Applies a configuration, and reports it.
@@ -357,6 +374,14 @@ impl Supervisor<'_> {
                 _ = signals.upgrade.recv() => state::report_failure("another process has taken its place"),
             }
         }
+    }
+}
+
+/// The next message, if there can be one.
+async fn next<T>(messages: &mut Option<UnboundedReceiver<T>>) -> Option<T> {
+    match messages {
+        Some(messages) => messages.recv().await,
+        None => std::future::pending().await,
     }
 }
 

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
 
 use crate::persistence::open::OpenError;
 use transom_limiter::rule_set::ChangedCounters;
@@ -22,11 +21,6 @@ pub enum StartError {
     Tracing(io::Error),
     Thread(io::Error),
     Counters(OpenError),
-    /// The copy of the shared deny entries, or of the shared clients, cannot be used.
-    Copy {
-        file: PathBuf,
-        source: io::Error,
-    },
     /// The clock is outside the range of countable windows.
     Clock,
 }
@@ -34,13 +28,7 @@ pub enum StartError {
 impl StartError {
     /// What to do, where the cause alone does not say it.
     pub fn fix(&self) -> Option<String> {
-        let (address, source) = match self {
-            StartError::Listen { address, source } => (address, source),
-            StartError::Copy { .. } => {
-                return Some("name a file of its own in `file`, which the gateway may write".to_owned());
-            }
-            _ => return None,
-        };
+        let StartError::Listen { address, source } = self else { return None };
         match source.kind() {
             io::ErrorKind::PermissionDenied => {
                 Some("ports below 1024 need CAP_NET_BIND_SERVICE, which the systemd unit grants".to_owned())
@@ -70,9 +58,6 @@ impl fmt::Display for StartError {
             }
             StartError::Tls(_) => f.write_str("TLS cannot be set up"),
             StartError::Counters(error) => error.fmt(f),
-            StartError::Copy { file, .. } => {
-                write!(f, "cannot use the copy `{}` of shared data", file.display())
-            }
             StartError::Clock => f.write_str("the clock is before 1970 or after 2109: set it"),
             StartError::AccessLog(_) => f.write_str("cannot open the access log"),
             StartError::Tracing(_) => f.write_str("spans cannot be exported"),
@@ -84,7 +69,7 @@ impl fmt::Display for StartError {
 impl std::error::Error for StartError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            StartError::Listen { source, .. } | StartError::Copy { source, .. } => Some(source),
+            StartError::Listen { source, .. } => Some(source),
             StartError::AccessLog(source) | StartError::Tracing(source) | StartError::Thread(source) => Some(source),
             StartError::Tls(source) => Some(source),
             StartError::Counters(error) => error.source(),

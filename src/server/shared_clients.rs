@@ -51,8 +51,7 @@ impl SharedClients {
             });
         };
         let metrics = SharedDataMetrics::new(registry, NAME);
-        let opened = SharedData::open(store, (NAME, &clients.file), clock.clone(), metrics, update);
-        let (follower, data) = opened.map_err(|source| StartError::Copy { file: clients.file.clone(), source })?;
+        let (follower, data) = SharedData::open(store, (NAME, &clients.file), clock.clone(), metrics, update);
         let (stop, stopped) = oneshot::channel();
         let thread = spawn(NAME.to_owned(), move || follower.run(stopped))?;
         Ok(Some(SharedClients { data, target, configured, stop, thread }))

@@ -63,18 +63,14 @@ impl SharedDeny {
             let update =
                 move |update: Update<'_>| updated.lock().unwrap_or_else(PoisonError::into_inner).update(update);
             let metrics = SharedDataMetrics::new(&registry, NAME);
-            match SharedData::open(&store, (NAME, file.as_path()), clock, metrics, update) {
-                Ok((data, handle)) => {
-                    // The starting thread waits below.
-                    let _ = opened.send(Ok(handle));
-                    data.run(stopped).await;
-                }
-                Err(error) => drop(opened.send(Err(error))),
-            }
+            let (data, handle) = SharedData::open(&store, (NAME, file.as_path()), clock, metrics, update);
+            // The starting thread waits below.
+            let _ = opened.send(handle);
+            data.run(stopped).await;
         };
         let thread = super::spawn(NAME.to_owned(), run)?;
-        let handle = result.recv().unwrap_or_else(|_gone| Err(io::Error::other("the thread ended at once")));
-        let handle = handle.map_err(|source| StartError::Copy { file: place.1.clone(), source })?;
+        let ended = |_gone| StartError::Thread(io::Error::other("the thread ended at once"));
+        let handle = result.recv().map_err(ended)?;
         if !handle.is_known() {
             tracing::warn!("there is no copy of the shared deny entries: no request is denied until the store is read");
         }

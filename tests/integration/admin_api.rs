@@ -5,7 +5,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 use transom_limiter::secret_digest::Digest;
 
-use crate::support::client::{Client, HOST, HttpResponse};
+use crate::support::client::{Client, HOST, HttpResponse, request};
 use crate::support::external_scripts::run_checks_of;
 use crate::support::gateway::Gateway;
 use crate::support::process::{BINARY, Process, run};
@@ -87,8 +87,20 @@ fn tokens_are_read_again_when_their_files_change() {
     let toml = with_tokens(&folder, "");
     let mut gateway = Gateway::start(&toml);
     send(&gateway, "GET", "/v1/top", &token("read"), "").expect(200);
+    let [mut of_reader, mut of_operator] = ["read", "operate"].map(|role| {
+        let mut client = Client::connect(gateway.admin);
+        let authorization = format!("Bearer {}", token(role));
+        client.send(request("GET", "/v1/events", &[("Authorization", &authorization)], b""));
+        assert_eq!(client.read_head().unwrap().status, 200);
+        client
+    });
     folder.write("read", "another-0123456789abcdef");
     gateway.reload(&toml);
+    // Streams of events end with the token of their request, others go on.
+    while of_reader.read_chunk().is_some() {}
+    for _ in 0..5 {
+        assert!(of_operator.read_chunk().is_some());
+    }
     send(&gateway, "GET", "/v1/top", &token("read"), "").expect(401);
     send(&gateway, "GET", "/v1/top", "another-0123456789abcdef", "").expect(200);
 }

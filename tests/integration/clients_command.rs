@@ -203,6 +203,19 @@ fn invalid_commands_are_refused_and_change_nothing() {
 }
 
 #[test]
+fn a_client_that_an_allow_list_names_already_can_be_added() {
+    let directory = Directory::new(None);
+    let route = "upstream = \"u\"\nallow = [\"client:acme\"]\n";
+    let toml = gateway().replacen("upstream = \"u\"\n", route, 1);
+    assert!(toml.contains(route), "{toml}");
+    directory.0.write("gateway.toml", toml);
+    let message = directory.run_refused(&["add", "beta", "--plan", "gold", "--network", "::1"], "");
+    assert!(message.contains("no client `acme`"), "{message}");
+    directory.run_ok(&["add", "acme", "--plan", "gold", "--network", "::1"], "");
+    directory.run_ok(&["add", "beta", "--plan", "gold", "--network", "::2"], "");
+}
+
+#[test]
 fn a_malformed_file_is_not_changed() {
     for contents in
         ["[clients.acme\nplan = \"gold\"\n", "[clients.acme]\nplan = \"gold\"\napi_keys = [\"hunter2hunter2\"]\n"]

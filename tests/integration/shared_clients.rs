@@ -1,6 +1,7 @@
 //! Clients in the store: gateways with `[clients] source = "shared"`.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -156,12 +157,24 @@ fn another_file_is_not_taken_for_the_copy() {
     let (redis, scratch) = (RedisServer::start(), TempDir::new());
     let clients = "[clients.acme]\nplan = \"basic\"\n";
     let copy = scratch.write("clients.toml", clients);
-    let file =
-        scratch.write("gateway.toml", format!("[listen]\nhttp = \"127.0.0.1:0\"\n{}", config(&redis, &copy, &[])));
-    let (code, _, stderr) = process::run(&["run", "--config", file.to_str().unwrap()]);
-    assert_eq!(code, Some(1));
-    assert!(stderr.contains("it is not a copy of shared clients") && stderr.contains("fix: "), "{stderr}");
-    assert_eq!(fs::read_to_string(copy).unwrap(), clients);
+    change(&redis, "acme", Some(&client_json("basic", &["of-acme"])));
+    let mut gateway = Process::spawn(&config(&redis, &copy, &[]));
+    wait_for_status(&gateway, "of-acme", 200);
+    gateway.wait_for_stderr("it is not a copy of shared clients: name another file");
+    gateway.signal("TERM");
+    assert!(gateway.wait().success());
+    assert_eq!(fs::read_to_string(&copy).unwrap(), clients);
+    // An empty file is none, and one that others can read is the owner's alone.
+    fs::write(&copy, "").unwrap();
+    let mut gateway = Process::spawn(&config(&redis, &copy, &[]));
+    wait_for_status(&gateway, "of-acme", 200);
+    gateway.signal("TERM");
+    assert!(gateway.wait().success());
+    fs::set_permissions(&copy, fs::Permissions::from_mode(0o644)).unwrap();
+    let gateway = Process::spawn(&config(&redis, &copy, &[]));
+    gateway.wait_for_stderr("it has mode 600 now");
+    assert_eq!(fs::metadata(&copy).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(get(&gateway, "of-acme").status, 200);
 }
 
 #[test]

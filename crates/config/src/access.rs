@@ -272,7 +272,10 @@ impl<'c> KnownClients<'c> {
     /// Reports a name that no client has.
     pub fn check(&self, name: &str, span: &Span, report: &mut Report) {
         let names = || self.clients.iter().flat_map(|clients| &clients.list).map(|client| client.name.as_str());
-        if !self.complete || self.names.get_or_init(|| names().collect()).contains(name) {
+        if !self.complete
+            || report.inputs.new_client == Some(name)
+            || self.names.get_or_init(|| names().collect()).contains(name)
+        {
             return;
         }
         let (message, fix) = match (self.clients, nearest(name, names())) {

@@ -32,6 +32,8 @@ pub struct Inputs<'i> {
     pub files: ReadFile<'i>,
     pub folders: ListFolder<'i>,
     pub variables: ReadVariable<'i>,
+    /// A client that is about to be added to the clients file, and may be named already.
+    pub new_client: Option<&'i str>,
 }
 
 impl Inputs<'_> {
@@ -40,6 +42,7 @@ impl Inputs<'_> {
         files: &|_path| Err(io::ErrorKind::Unsupported.into()),
         folders: &|_path| Err(io::ErrorKind::Unsupported.into()),
         variables: &|_name| None,
+        new_client: None,
     };
 }
 

@@ -153,7 +153,7 @@ mod tests {
             let names = files.iter().filter_map(|(name, _)| Path::new(name).strip_prefix(folder).ok());
             Ok(names.filter_map(|name| name.to_str().map(str::to_owned)).collect())
         };
-        let inputs = Inputs { files: &read_file, folders: &list, variables: &|_| None };
+        let inputs = Inputs { files: &read_file, folders: &list, ..Inputs::NONE };
         read_with_inputs(main, inputs).map_err(|problems| render(&problems, "dir/gateway.toml"))
     }
 

@@ -49,11 +49,11 @@ impl<'p> FileEdit<'p> {
         Ok(FileEdit { config_path, file, draft, is_new: text.is_none(), document })
     }
 
-    /// The configuration with the file as it is in this edit.
-    pub fn check(&self) -> Result<Config, EditError> {
+    /// The configuration with the file as it is in this edit. `new_client` may be named before it exists.
+    pub fn check(&self, new_client: Option<&str>) -> Result<Config, EditError> {
         let text = self.document.to_string().into_bytes();
         let files = |other: &Path| if other == self.file { Ok(text.clone()) } else { read_file(other) };
-        read_config_with(self.config_path, &files, &list_folder).map_err(EditError::Invalid)
+        read_config_with(self.config_path, &files, &list_folder, new_client).map_err(EditError::Invalid)
     }
 
     /// Replaces the file.
@@ -71,13 +71,13 @@ pub fn change_client(
 ) -> Result<(Changed, Applied), ApiError> {
     let mut file = FileEdit::begin(config_path, clients).map_err(to_api_error)?;
     // Checked as it is now: other files may have changed since they were read.
-    let current = file.check().map_err(|_invalid| {
+    let current = file.check(Some(name)).map_err(|_invalid| {
         ApiError::Conflict(String::from("the configuration files have problems at the moment: see `transom check`"))
     })?;
     let before = find(&current, name);
     let after = edit(before.as_ref())?;
     file.document.replace(name, before.as_ref(), after.as_ref());
-    let config = file.check().map_err(to_api_error)?;
+    let config = file.check(None).map_err(to_api_error)?;
     let changed = Changed { before, after: find(&config, name) };
     let refused = |error: ReloadError| ApiError::Conflict(format!("the configuration cannot be applied: {error}"));
     let applied = apply(config).map_err(refused)?;

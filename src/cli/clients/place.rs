@@ -46,11 +46,12 @@ impl Done {
 }
 
 impl<'p> Place<'p> {
-    pub fn find(path: &'p Path, asked: &AskedGateway) -> Result<Place<'p>, Failure> {
+    /// `new_client`: the client that may be added.
+    pub fn find(path: &'p Path, asked: &AskedGateway, new_client: Option<&str>) -> Result<Place<'p>, Failure> {
         if asked.address.is_given() {
             return Ok(Place::Gateway(asked.find(path)?, None));
         }
-        let config = Box::new(read_current_config(path)?);
+        let config = Box::new(read_current_config(path, new_client)?);
         match clients_of(&config, path)?.source {
             ClientsSource::File => Ok(Place::File(path, config)),
             ClientsSource::Shared => Ok(Place::Gateway(asked.find(path)?, Some(config))),
@@ -170,7 +171,7 @@ fn clients_in(config: &Config) -> impl Iterator<Item = &Client> {
 fn edit_file(path: &Path, config: &Config, change: impl FnOnce(&mut ClientsDocument)) -> Result<Done, Failure> {
     let mut edit = FileEdit::begin(path, clients_of(config, path)?)?;
     change(&mut edit.document);
-    edit.check()?;
+    edit.check(None)?;
     let done = Done { file: Some(edit.file.clone()), is_new_file: edit.is_new };
     edit.publish()?;
     Ok(done)
