@@ -840,6 +840,7 @@ mod tests {
             api_keys: api_keys.iter().map(|key| Digest::of(key.as_bytes())).collect(),
             subjects: subjects.iter().map(|subject| (*subject).to_owned()).collect(),
             networks: networks.iter().map(|network| network.parse().unwrap()).collect(),
+            limits: Vec::new(),
         }
     }
 
@@ -852,8 +853,8 @@ mod tests {
         ];
         let api_key = api_key.into_iter().collect();
         let (source, plan_claim, defined_plans) = (ClientsSource::File, None, Vec::new());
-        let clients =
-            Clients { source, file: "clients.toml".into(), api_key, subject, plan_claim, defined_plans, list };
+        let (file, limit_texts) = ("clients.toml".into(), Vec::new());
+        let clients = Clients { source, file, api_key, subject, plan_claim, defined_plans, list, limit_texts };
         ClientPlans::new(&clients, false)
     }
 
@@ -915,7 +916,7 @@ mod tests {
             let configured: Vec<Rule> = rules.iter().enumerate().map(named).collect();
             let rule_set = Arc::new(RuleSet::new(&configured, SEED, None));
             let sources: &ClientSources = &clients;
-            let overrides = rule_set.rules.iter().map(|rule| RuleKey::compile_overrides(rule, Some(sources), SEED));
+            let overrides = rule_set.rules.iter().map(|rule| RuleKey::compile_overrides(rule, Some(&*clients), SEED));
             let overrides: IdVec<RuleId, _> = overrides.map(|overrides| overrides.map(Arc::new)).collect();
             let check = |(rule, on_unknown): &(Rule, OnUnknownKey)| {
                 ClientCheck::new(*on_unknown, &rule.key, Some(sources))

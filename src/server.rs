@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::spawn_local;
 
 use crate::access_log::{LogSender, WriterThread};
@@ -48,7 +48,9 @@ use transom_config::{Config, REQUEST_BUCKETS_MAX, lint};
 use transom_jwt::published_keys::{KeySet, PublishedKeys};
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS};
+use transom_rules::client_plans::ClientPlans;
 use transom_rules::compiled_config::LiveData;
+use transom_rules::live_clients::LiveClients;
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::Registry;
 use transom_runtime::metrics::events::{
@@ -130,6 +132,10 @@ pub struct Gateway {
     health_thread: Option<JoinHandle<()>>,
     /// Follows the clients in the store, if they are there.
     shared_clients: Option<SharedClients>,
+    /// The current clients, wherever they are.
+    live_clients: Option<Arc<LiveClients>>,
+    /// Notified when clients of the store have limits that the rules do not know.
+    limits_changed: Arc<Notify>,
     /// Fetches keys for tokens, if configured.
     key_set: Option<KeySetThread>,
     /// Number of the threads that fetched a key set so far.
@@ -176,6 +182,28 @@ pub struct KnownKeySet {
     pub fetched_at_ms: u64,
 }
 
+/// Dropped once all workers use a configuration. Then clients can have limits that its rules have and those before had not.
+pub struct PendingReload {
+    clients: Option<Arc<LiveClients>>,
+    clock: Clock,
+    _applied: Sender<Infallible>,
+}
+
+impl Drop for PendingReload {
+    fn drop(&mut self) {
+        apply_limits(self.clients.as_ref(), &self.clock);
+    }
+}
+
+/// Puts the limits of single clients in effect that they have now.
+fn apply_limits(clients: Option<&Arc<LiveClients>>, clock: &Clock) {
+    let has_limits =
+        |plans: &ClientPlans| plans.next_limit_end_ms().is_some() || plans.limited_clients().next().is_some();
+    if let Some(clients) = clients.filter(|clients| has_limits(&clients.current())) {
+        clients.change(|plans| plans.apply_limits(clock.now().unix_ms));
+    }
+}
+
 /// A new configuration, which workers apply.
 #[derive(Debug)]
 pub struct Applied(tokio::sync::mpsc::Receiver<Infallible>);
@@ -212,7 +240,7 @@ impl Gateway {
     /// Starts a gateway on inherited sockets, and opens the other addresses. It accepts no connection before
     /// [`Gateway::start_accepting`]; nothing can fail after this returns.
     pub fn start_with(
-        config: Config,
+        mut config: Config,
         clock: Clock,
         mut inherited: InheritedSockets,
         former: Former,
@@ -257,6 +285,8 @@ impl Gateway {
             access_edits: None,
             health_thread: None,
             shared_clients: None,
+            live_clients: None,
+            limits_changed: Arc::default(),
             key_set: None,
             key_set_threads: 0,
             clock: clock.clone(),
@@ -282,12 +312,17 @@ impl Gateway {
         let upstream_health = gateway.update_upstream_health(&config);
         gateway.start_health_checks(&upstream_health)?;
         let published_keys = gateway.fetch_key_set(&config, former.key_set)?;
-        let rule_set = RuleSet::new(config.limiter_rules(), counters.seed, None);
         gateway.follow_shared_deny(&config)?;
-        gateway.shared_clients = SharedClients::start(&config, &clock, &gateway.registry)?;
-        let clients = gateway.shared_clients.as_mut().and_then(|shared| shared.live(&config));
-        let live = LiveData { clients, published_keys };
+        let limits_changed = &gateway.limits_changed;
+        gateway.shared_clients = SharedClients::start(&config, &clock, &gateway.registry, limits_changed)?;
+        gateway.shared_clients.iter().for_each(|shared| shared.set_limits(&mut config));
+        let rule_set = RuleSet::new(config.limiter_rules(), counters.seed, None);
+        let now_ms = clock.now().unix_ms;
+        let clients = gateway.shared_clients.as_mut().and_then(|shared| shared.live(&config, now_ms));
+        let live = LiveData { clients, published_keys, now_ms };
         let served = ServedConfig::new(config, counters.seed, rule_set, upstream_health, live);
+        apply_limits(served.clients.as_ref(), &clock);
+        gateway.live_clients.clone_from(&served.clients);
         gateway.shared_deny.iter().for_each(|shared| shared.serve(&served));
         gateway.rule_set = Some(Arc::clone(&served.rule_set));
         gateway.outputs.marks = gateway.watch_marks(&served)?;
@@ -425,7 +460,7 @@ impl Gateway {
 
     /// Applies a new configuration. Connections and counts are kept; requests in flight finish under the old
     /// configuration.
-    pub fn reload(&mut self, config: Config) -> Result<Applied, ReloadError> {
+    pub fn reload(&mut self, mut config: Config) -> Result<Applied, ReloadError> {
         let changed_workers = || (config.general.workers != self.config.general.workers).then_some("workers");
         let changed_buckets = || {
             (config.metrics.request_buckets != self.config.metrics.request_buckets).then_some("metrics.request_buckets")
@@ -437,6 +472,7 @@ impl Gateway {
         if let Some(setting) = changed.or_else(|| config.counters.changed_setting(&self.config.counters)) {
             return Err(ReloadError::NeedsRestart(setting));
         }
+        self.shared_clients.iter().for_each(|shared| shared.set_limits(&mut config));
         let former = self.rule_set.as_deref();
         let rule_set = RuleSet::new(config.limiter_rules(), self.counters.seed, former);
         if let Some(changed) = former.and_then(|former| rule_set.changed_counters(former)) {
@@ -471,8 +507,9 @@ impl Gateway {
         if let Err(error) = self.start_health_checks(&upstream_health) {
             tracing::error!(%error, "upstream servers are not checked");
         }
-        let clients = self.shared_clients.as_mut().and_then(|shared| shared.live(&config));
-        let live = LiveData { clients, published_keys };
+        let now_ms = self.clock.now().unix_ms;
+        let clients = self.shared_clients.as_mut().and_then(|shared| shared.live(&config, now_ms));
+        let live = LiveData { clients, published_keys, now_ms };
         let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, live);
         self.shared_deny.iter().for_each(|shared| shared.serve(&served));
         self.rule_set = Some(Arc::clone(&served.rule_set));
@@ -481,14 +518,32 @@ impl Gateway {
             Err(error) => tracing::error!(%error, "notifications are not sent"),
         }
         self.serve_decisions(&served);
-        let (pending, applied) = tokio::sync::mpsc::channel(1);
+        let (sender, applied) = tokio::sync::mpsc::channel(1);
+        let (clients, clock) = (served.clients.clone(), self.clock.clone());
+        self.live_clients.clone_from(&clients);
+        let pending = Arc::new(PendingReload { clients, clock, _applied: sender });
         self.send_to_workers(|| WorkerCommand::Reload {
             served: Arc::clone(&served),
             listener_config: Arc::clone(&self.listener_config),
             outputs: self.outputs.clone(),
-            pending: pending.clone(),
+            pending: Arc::clone(&pending),
         });
         Ok(Applied(applied))
+    }
+
+    /// Is notified when clients of the store have limits that the rules do not know: [`Gateway::reload`] compiles them.
+    pub fn limits_changed(&self) -> Arc<Notify> {
+        Arc::clone(&self.limits_changed)
+    }
+
+    /// When limits of a client end, or earlier, Unix milliseconds.
+    pub fn next_limit_end_ms(&self) -> Option<u64> {
+        self.live_clients.as_ref()?.current().next_limit_end_ms()
+    }
+
+    /// Ends the limits of clients that have reached their end.
+    pub fn end_limits(&self) {
+        apply_limits(self.live_clients.as_ref(), &self.clock);
     }
 
     /// The changes of clients that requests to the admin address ask for; once.

@@ -109,7 +109,7 @@ pub async fn add_key(call: Call) -> Result<Response<AdminBody>, ApiError> {
         }
         Ok(Some(client))
     });
-    let (changed, _) = change(&call, "add key", Some(digest.to_string()), edit).await?;
+    let (changed, _) = change(&call, "add key", Some(("key", digest.to_string())), edit).await?;
     let mut added = json!({ "id": digest.to_string() });
     key.iter().for_each(|key| added["key"] = json!(key));
     let mut response = responses::created(json_response(&added));
@@ -135,15 +135,15 @@ pub async fn remove_key(call: Call) -> Result<Response<AdminBody>, ApiError> {
         client.api_keys.retain(|key| *key != digest);
         Ok(Some(client))
     });
-    change(&call, "remove key", Some(what), edit).await?;
+    change(&call, "remove key", Some(("key", what)), edit).await?;
     Ok(with_body(responses::no_content_response()))
 }
 
-/// Changes a client, if the preconditions of the request hold, and records it. `key`: the id of the key that is concerned.
-async fn change(
+/// Changes a client, if the preconditions of the request hold, and records it. `detail`: what of the client is concerned.
+pub async fn change(
     call: &Call,
     operation: &str,
-    key: Option<String>,
+    detail: Option<(&str, String)>,
     mut edit: Edit,
 ) -> Result<(Changed, Clients), ApiError> {
     // Reading may not need `[clients]`, a change does.
@@ -161,15 +161,15 @@ async fn change(
         client.as_ref().map_or(Value::Null, |client| describe_client(&clients, client, Digest::to_string))
     };
     let mut what = json!({ "operation": operation, "client": name });
-    if let Some(key) = key {
-        what["key"] = json!(key);
+    if let Some((name, detail)) = detail {
+        what[name] = json!(detail);
     }
     entry.write(&what, &described(&changed.before), &described(&changed.after));
     Ok((changed, clients))
 }
 
 /// The response with a client.
-fn described(clients: &Clients, client: &Client) -> LocalResponse {
+pub fn described(clients: &Clients, client: &Client) -> LocalResponse {
     let mut response = json_response(&describe_client(clients, client, Digest::brief));
     insert_tag(&mut response, client);
     response
@@ -186,7 +186,7 @@ pub fn insert_tag(response: &mut LocalResponse, client: &Client) {
 /// Tells versions of a client apart. Equal on all gateways.
 fn tag(client: &Client) -> String {
     let keys: Vec<String> = client.api_keys.iter().map(Digest::to_string).collect();
-    let version = json!([client.name, Settings::of(client).to_json(), keys]).to_string();
+    let version = json!([client.name, Settings::of(client).to_json(), keys, client.limits_json()]).to_string();
     let digest = Sha256::digest(version.as_bytes());
     let digits: String = digest.iter().take(12).map(|byte| format!("{byte:02x}")).collect();
     format!("\"{digits}\"")
@@ -255,11 +255,12 @@ impl Settings {
             subjects: self.subjects.iter().map(subject).collect(),
             // All can be parsed.
             networks: self.networks.iter().filter_map(|network| network.parse().ok()).collect(),
+            limits: known.map(|client| client.limits.clone()).unwrap_or_default(),
         }
     }
 }
 
-fn parse_object(body: &[u8]) -> Result<Map<String, Value>, ApiError> {
+pub fn parse_object(body: &[u8]) -> Result<Map<String, Value>, ApiError> {
     serde_json::from_slice(body).map_err(|_| ApiError::Malformed(String::from("the body is not a JSON object")))
 }
 

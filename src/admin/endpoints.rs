@@ -17,13 +17,13 @@ use serde_json::Value;
 use super::audit_log::AuditEntry;
 use super::authorization::{self, Caller};
 use super::json_objects::{
-    CLIENT_PATCH, CLIENT_SETTINGS, CLIENT_WITH_USAGE, CLIENTS, DECISION, DENY_ENTRIES, DENY_ENTRY, EXPLANATION,
-    GIVEN_KEY, LISTED_CLIENT, NEW_DENY_ENTRY, NEW_KEY, QUERY, QUESTION, TOP_LISTS, UPSTREAMS,
+    CLIENT_LIMITS, CLIENT_PATCH, CLIENT_SETTINGS, CLIENT_WITH_USAGE, CLIENTS, DECISION, DENY_ENTRIES, DENY_ENTRY,
+    EXPLANATION, GIVEN_KEY, LISTED_CLIENT, NEW_DENY_ENTRY, NEW_KEY, QUERY, QUESTION, TOP_LISTS, UPSTREAMS,
 };
 use super::json_schema::Schema;
 use super::{
-    AdminBody, AdminScope, AdminState, DecisionApi, HEAD_TIMEOUT, client_changes, clients, dashboard, decisions, deny,
-    events, metrics_page, openapi, top_query, upstreams,
+    AdminBody, AdminScope, AdminState, DecisionApi, HEAD_TIMEOUT, client_changes, client_limits, clients, dashboard,
+    decisions, deny, events, metrics_page, openapi, top_query, upstreams,
 };
 use crate::decision::Operation;
 use transom_config::listen::Role;
@@ -192,7 +192,7 @@ const CHANGE_CLIENT: Endpoint = Endpoint {
         },
     ],
     other_statuses: &[
-        (404, "No client has this name, or the client has no such key, or there is no `[clients]`."),
+        (404, "No client has this name, or the client has no such key or limits, or there is no `[clients]`."),
         (409, "The change does not fit the current state, such as that of the configuration files."),
         (412, "The precondition does not hold."),
         (422, "The configuration would be invalid."),
@@ -397,6 +397,23 @@ pub static ENDPOINTS: &[Endpoint] = &[
         summary: "Revokes an API key of a client.",
         success: &[204],
         handle: |call| Box::pin(client_changes::remove_key(call)),
+        ..CHANGE_CLIENT
+    },
+    Endpoint {
+        verb: Verb::Put,
+        path: "/v1/clients/{name}/limits/{rule}",
+        summary: "Gives a client windows of its own in a rule, perhaps until a time.",
+        request: Some(&Schema::Object(&CLIENT_LIMITS)),
+        response: &[Content::Json(&Schema::Object(&LISTED_CLIENT))],
+        handle: |call| Box::pin(client_limits::put(call)),
+        ..CHANGE_CLIENT
+    },
+    Endpoint {
+        verb: Verb::Delete,
+        path: "/v1/clients/{name}/limits/{rule}",
+        summary: "Gives a client the windows of its plan again.",
+        success: &[204],
+        handle: |call| Box::pin(client_limits::delete(call)),
         ..CHANGE_CLIENT
     },
     Endpoint {

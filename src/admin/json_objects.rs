@@ -102,7 +102,7 @@ object! {
     EXPLAINED_RULE = "ExplainedRule" {
         required("rule", Text), required("result", Text), required("reason", Text),
         required("key", KEY_PARTS), required("fallback", Boolean),
-        required("windows_of", OrNull(&Words(&["rule", "plan", "override"]))), required("plan", MAYBE_TEXT),
+        required("windows_of", OrNull(&Words(&["rule", "plan", "client", "override"]))), required("plan", MAYBE_TEXT),
         required("override", OrNull(&Schema::Object(&EXPLAINED_OVERRIDE))), required("cost", MAYBE_INTEGER),
         required("shadow", Boolean), required("shared", Boolean),
         required("store", OrNull(&Words(&["reachable", "unreachable"]))), required("may_include_leased", Boolean),
@@ -158,16 +158,28 @@ object! {
     TOP_LISTS = "TopLists" { required("by", Text), required("rules", List(&Schema::Object(&TOP_RULE))) }
 }
 
-const CLIENT: [Field; 5] = [
+const LIMITS_OF_CLIENT: Schema = Schema::Object(&CLIENT_LIMITS);
+const CLIENT: [Field; 6] = [
     required("name", Text),
     required("plan", Text),
     required("keys", TEXTS),
     required("subjects", TEXTS),
     required("networks", TEXTS),
+    optional("limits", Map(&LIMITS_OF_CLIENT)),
 ];
 
+/// Windows as in a rule: texts, or objects.
+const WRITTEN_WINDOWS: Schema = List(&AnyOf(&[Text, Map(&Any)]));
+
 object! {
-    LISTED_CLIENT = "ListedClient" { CLIENT[0], CLIENT[1], CLIENT[2], CLIENT[3], CLIENT[4] }
+    /// The windows of a client in one rule, and when they end.
+    CLIENT_LIMITS is closed = "ClientLimits" {
+        required("windows", WRITTEN_WINDOWS), optional("until", OrNull(&Time)),
+    }
+}
+
+object! {
+    LISTED_CLIENT = "ListedClient" { CLIENT[0], CLIENT[1], CLIENT[2], CLIENT[3], CLIENT[4], CLIENT[5] }
 }
 
 object! {
@@ -215,7 +227,7 @@ object! {
 
 object! {
     CLIENT_WITH_USAGE = "ClientWithUsage" {
-        CLIENT[0], CLIENT[1], CLIENT[2], CLIENT[3], CLIENT[4],
+        CLIENT[0], CLIENT[1], CLIENT[2], CLIENT[3], CLIENT[4], CLIENT[5],
         required("rules", List(&Schema::Object(&CLIENT_RULE))),
         required("refused", OrNull(&List(&Schema::Object(&CLIENT_REFUSALS)))),
     }

@@ -230,6 +230,7 @@ fn add_copied_clients(config: &mut Config) {
     let of_defined_plan = |client: &Client| clients.defined_plans.contains(&client.plan);
     let client = |(name, entry): (&Arc<str>, &Entry)| Client::from_json(name, &entry.text).ok();
     clients.list = entries.iter().filter_map(client).filter(of_defined_plan).collect();
+    config.set_limits_of_listed_clients();
 }
 
 /// Resolves a path in a configuration relative to the configuration file.

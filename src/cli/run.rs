@@ -31,6 +31,8 @@ use transom_runtime::metrics::events::ReloadMetrics;
 
 /// How often the configuration files are checked for changes.
 const WATCH_PERIOD: Duration = Duration::from_secs(1);
+/// The least time between two compilations of limits that clients of the store have got.
+const LIMITS_PERIOD: Duration = Duration::from_millis(250);
 
 pub fn run(path: &Path) -> Exit {
     match serve(path) {
@@ -168,7 +170,15 @@ impl Supervisor<'_> {
         watch_timer.reset();
         // Dropped with this loop: a gateway that ends changes no clients.
         let (mut changes, mut edits) = (self.gateway.take_file_changes(), self.gateway.take_access_edits());
+        let limits_changed = self.gateway.limits_changed();
+        let mut next_compilation = self.clock.instant();
         let successor = loop {
+            let pause = next_compilation.saturating_duration_since(self.clock.instant());
+            let limits_due = async {
+                tokio::time::sleep(pause).await;
+                limits_changed.notified().await;
+            };
+            let next_end = self.gateway.next_limit_end_ms();
             tokio::select! {
                 () = stop.recv() => break None,
                 Some(change) = next(&mut changes) => self.change_client(change, &meter),
@@ -177,6 +187,11 @@ impl Supervisor<'_> {
                     let others = std::iter::from_fn(|| edits.as_mut()?.try_recv().ok());
                     self.apply_edits(std::iter::once(edit).chain(others).collect(), &meter);
                 }
+                () = limits_due => {
+                    self.compile_limits();
+                    next_compilation = self.clock.instant() + LIMITS_PERIOD;
+                }
+                () = sleep_until(next_end, &self.clock) => self.gateway.end_limits(),
                 _ = signals.hangup.recv() => {
                     // The reload covers earlier changes.
                     self.watch.has_changed();
@@ -280,6 +295,14 @@ impl Supervisor<'_> {
         Ok(applied)
     }
 
+    /// Compiles the limits that clients of the store have got.
+    fn compile_limits(&mut self) {
+        // Workers apply them in their own time.
+        if let Err(error) = self.gateway.reload(self.gateway.config().clone()) {
+            tracing::error!("limits of clients are not in effect: {error}");
+        }
+    }
+
     /// Changes a client in the clients file, as a request to the admin address asks. Replies once all workers know the change.
     fn change_client(&mut self, change: FileChange, meter: &ReloadMetrics) {
         let FileChange { name, mut edit, reply } = change;
@@ -381,6 +404,14 @@ impl Supervisor<'_> {
 async fn next<T>(messages: &mut Option<UnboundedReceiver<T>>) -> Option<T> {
     match messages {
         Some(messages) => messages.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Waits until a time, Unix milliseconds. Call again about once a second: the clock may be set meanwhile.
+async fn sleep_until(time_ms: Option<u64>, clock: &Clock) {
+    match time_ms {
+        Some(time_ms) => tokio::time::sleep(Duration::from_millis(time_ms.saturating_sub(clock.now().unix_ms))).await,
         None => std::future::pending().await,
     }
 }

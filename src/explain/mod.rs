@@ -135,9 +135,11 @@ pub async fn explain_without_gateway(config: Config, question: &Question) -> Res
     let rule_set = RuleSet::new(config.limiter_rules(), seed, None);
     // Nothing is fetched: a token that needs the key set gets what it gets before the first fetch.
     let published_keys = config.key_set.as_ref().map(|_| Arc::new(PublishedKeys::new(|| {})));
-    let served = ServedConfig::new(config, seed, rule_set, Vec::new(), LiveData { published_keys, clients: None });
+    let clock = Clock::system();
+    let live = LiveData { published_keys, clients: None, now_ms: clock.now().unix_ms };
+    let served = ServedConfig::new(config, seed, rule_set, Vec::new(), live);
     let table = Table::with_capacity(1).ok_or("there is too little memory")?;
-    let counters = CounterAccess::new(SharedByWorkers::new(Arc::new(table)), Clock::system(), None);
+    let counters = CounterAccess::new(SharedByWorkers::new(Arc::new(table)), clock, None);
     let explained = explain(&served, question, &counters, false).await;
     explained.map_err(|_unknown| format!("unknown client `{}`", question.as_client.as_deref().unwrap_or_default()))
 }

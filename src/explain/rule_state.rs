@@ -51,6 +51,8 @@ impl RuleResult {
 pub enum Variant {
     Default,
     Plan(String),
+    /// Those of the client alone.
+    Client,
     /// The override at a position in `overrides`, from 1, and its key as configured, with digests shortened.
     Override(usize, Vec<String>),
 }
@@ -273,6 +275,7 @@ impl RuleState {
             None => (Value::Null, Value::Null, Value::Null),
             Some(Variant::Default) => (json!("rule"), Value::Null, Value::Null),
             Some(Variant::Plan(plan)) => (json!("plan"), json!(plan), Value::Null),
+            Some(Variant::Client) => (json!("client"), Value::Null, Value::Null),
             Some(Variant::Override(number, key)) => {
                 (json!("override"), Value::Null, json!({ "number": number, "key": key }))
             }
@@ -299,6 +302,7 @@ impl Variant {
         match (rule.rule.plan_of(variant), rule.rule.override_of(variant)) {
             (Some(plan), _) => Variant::Plan(plan.name.clone()),
             (None, Some((position, other))) => Variant::Override(position + 1, other.key.iter().map(value).collect()),
+            (None, None) if variant != VariantId::DEFAULT => Variant::Client,
             (None, None) => Variant::Default,
         }
     }

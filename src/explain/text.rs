@@ -98,6 +98,7 @@ impl Explanation {
                     }
                 }
                 Variant::Plan(plan) => write!(f, "; windows of plan `{plan}`")?,
+                Variant::Client => write!(f, "; windows of this client alone")?,
                 Variant::Override(number, key) => {
                     write!(f, "; windows of override {number}, for `{}`", key.join("`, `"))?;
                 }

@@ -1,14 +1,14 @@
 //! The main loop of a worker: waits until the gateway accepts, serves, applies reloads, and drains.
 
-use std::convert::Infallible;
 use std::net::TcpListener as StdListener;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
-use tokio::sync::mpsc::{self, UnboundedReceiver};
+use tokio::sync::mpsc::UnboundedReceiver;
 
+use super::PendingReload;
 use crate::downstream::drain::Drain;
 use crate::downstream::listener;
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
@@ -29,7 +29,7 @@ pub enum WorkerCommand {
         listener_config: Arc<ListenerConfig>,
         outputs: RecordOutputs,
         /// Dropped once the configuration is applied.
-        pending: mpsc::Sender<Infallible>,
+        pending: Arc<PendingReload>,
     },
     Drain(DrainTimes),
     /// Close idle connections without further delay.

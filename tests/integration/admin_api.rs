@@ -211,6 +211,7 @@ fn generated_requests_get_documented_responses() {
         "rule": ["r", "ip"], "key": ["192.0.2.7", "acme"], "id": [key.to_string()], "cost": [0, 1, 5, null],
         "url": ["http://localhost/a"], "network": ["203.0.113.0/24"], "networks": [["203.0.113.0/24"], []],
         "subjects": [["user-7"], []], "routes": [["all"], null], "for": ["1h", null], "until": [null],
+        "windows": [["50/day"], ["9/week", { "limit": 5, "period": "minute" }]],
     });
     let folder = TempDir::new();
     let url = format!("http://{}", process.admin);

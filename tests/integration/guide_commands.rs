@@ -174,7 +174,7 @@ fn the_guide_to_selling_an_api_is_a_story_that_works() {
     next(folder);
     let changed = get(&key("acme")).expect(200);
     let item = items(&changed, "ratelimit").into_iter().find(|item| item.name == "per-client-minute").unwrap();
-    assert_eq!(item.get("r"), 589, "600 a minute, of which 10 were used before");
+    assert_eq!(item.get("r"), 39, "50 a minute, of which 10 were used before");
 
     get(&key("globex")).expect(200);
     next(folder);

@@ -28,6 +28,7 @@ mod chromium;
 mod client_certs;
 mod client_changes;
 mod client_keys;
+mod client_limits;
 mod clients;
 mod clients_command;
 mod clock_steps;

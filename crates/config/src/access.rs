@@ -420,7 +420,8 @@ pub fn is_secret(part: &KeyPart, clients: Option<&Clients>) -> bool {
     is_secret_part(part) || clients.is_some_and(|clients| clients.api_key.contains(part))
 }
 
-fn read_until(item: &Item, report: &mut Report) -> Option<u64> {
+/// Reads a time in RFC 3339 format, Unix milliseconds.
+pub fn read_until(item: &Item, report: &mut Report) -> Option<u64> {
     let text = match item.value {
         toml::de::DeValue::Datetime(time) => time.to_string(),
         _ => item.string("\"2030-01-31T18:00:00Z\"", report)?.text.to_owned(),

@@ -7,7 +7,6 @@
 use toml::de::DeTable;
 
 use super::access::{AccessContext, KnownClients, read_access};
-use super::calendar;
 use super::clients::{DefinedPlans, read_clients, report_missing_clients, report_unused_on_unknown_key};
 use super::counters::Counters;
 use super::descriptor::report_unused_descriptors;
@@ -45,7 +44,8 @@ pub fn read_config(text: &str, mut report: Report) -> Result<Config, Vec<Problem
     let mut hidden = report.hidden.clone();
     match report.into_problems() {
         problems if problems.is_empty() => {
-            calendar::fill_calendars(config.rules.iter_mut().map(|rule| &mut rule.rule));
+            // They were checked where they were read.
+            config.set_limits_of_listed_clients();
             hidden.set_public_text(text);
             (config.hidden, config.text) = (hidden, shown_text(text));
             Ok(config)
@@ -110,7 +110,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let any_scheme = is_proxied || !listen_is_valid || misspelled.contains(&"listen");
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.rule.plans).map(|plan| plan.name.as_str()).collect();
     let before = report.count();
-    let plans = DefinedPlans { names: plans, complete: rules.complete };
+    let plans = DefinedPlans { names: plans, complete: rules.complete, rules: &rules };
     let clients = read_clients(clients, &plans, certs, sharing.is_some(), report);
     let clients_complete = report.count() == before && !misspelled.contains(&"clients");
     if clients_complete {

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
+use super::client_limits::{ClientLimits, WrittenLimits, limits};
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::key::{self, OnUnknownKey};
 use super::key_kind::{CLIENT_CERT, Identifies, JWT, KeyKind};
@@ -82,6 +83,9 @@ settings! {
         subjects: Vec<SpannedString> = Texts("text", "[\"user-17\"]");
         /// Networks or addresses of the client.
         networks: Vec<SpannedString> = Texts("network", "[\"203.0.113.0/24\"]");
+        /// Windows of this client in single rules, `[clients.NAME.limits.RULE]`, instead of those of its plan: `windows` as in the
+        /// rule and, if they end by themselves, `until`, an RFC 3339 time. See [below](#limits-of-one-client).
+        limits: Vec<WrittenLimits> = limits();
     }
 }
 
@@ -101,6 +105,8 @@ pub struct Clients {
     pub defined_plans: Vec<String>,
     /// Sorted by name. Empty if the clients are in the store.
     pub list: Vec<Client>,
+    /// [`Client::limits_text`] of all clients at all times, each once.
+    pub limit_texts: Vec<String>,
 }
 
 /// One client: requests with one of its API keys or subjects, or from one of its networks.
@@ -111,6 +117,8 @@ pub struct Client {
     pub api_keys: Vec<Digest>,
     pub subjects: Vec<String>,
     pub networks: Vec<Network>,
+    /// In ascending order of their rules, each once.
+    pub limits: Vec<ClientLimits>,
 }
 
 impl Client {
@@ -135,12 +143,14 @@ impl Client {
         };
         let digest = |text: &str| Digest::parse(text).ok_or("a key is no digest");
         let network = |text: &str| text.parse().map_err(|_invalid| "a network is invalid");
+        let limits = client.get("limits").and_then(Value::as_object).into_iter().flatten();
         Ok(Client {
             name: name.to_owned(),
             plan,
             api_keys: texts("api_keys")?.into_iter().map(digest).collect::<Result<_, _>>()?,
             subjects: texts("subjects")?.into_iter().map(str::to_owned).collect(),
             networks: texts("networks")?.into_iter().map(network).collect::<Result<_, _>>()?,
+            limits: limits.map(|(rule, limits)| ClientLimits::from_json(rule, limits)).collect::<Result<_, _>>()?,
         })
     }
 }
@@ -150,7 +160,18 @@ impl Client {
     pub fn to_json(&self) -> Value {
         let digests: Vec<String> = self.api_keys.iter().map(Digest::to_string).collect();
         let networks: Vec<String> = self.networks.iter().map(Network::to_string).collect();
-        json!({ "plan": self.plan, "api_keys": digests, "subjects": self.subjects, "networks": networks })
+        let mut client =
+            json!({ "plan": self.plan, "api_keys": digests, "subjects": self.subjects, "networks": networks });
+        if let Some(limits) = self.limits_json() {
+            client["limits"] = limits;
+        }
+        client
+    }
+
+    /// The limits by rule; `None` if there are none.
+    pub fn limits_json(&self) -> Option<Value> {
+        let limits = self.limits.iter().map(|limits| (limits.rule.clone(), limits.to_json())).collect();
+        (!self.limits.is_empty()).then_some(Value::Object(limits))
     }
 
     /// Why this cannot be a client in the store.
@@ -203,6 +224,7 @@ pub struct DefinedPlans<'r> {
     pub names: Vec<&'r str>,
     /// False if some plans may be missing here, because part of the file is invalid.
     pub complete: bool,
+    pub rules: &'r Definitions<RuleId, CheckedRule>,
 }
 
 pub fn read_clients(
@@ -238,7 +260,16 @@ pub fn read_clients(
     };
     if is_shared {
         let (file, list) = (PathBuf::from(&file.text), Vec::new());
-        return Some(Clients { source, file, api_key, subject, plan_claim: plan, defined_plans, list });
+        return Some(Clients {
+            source,
+            file,
+            api_key,
+            subject,
+            plan_claim: plan,
+            defined_plans,
+            list,
+            limit_texts: Vec::new(),
+        });
     }
     let mut reader = ClientsFileReader {
         plans,
@@ -249,7 +280,7 @@ pub fn read_clients(
     };
     let read = |top: &mut Table, report: &mut Report| reader.read_file(top, report);
     let (file, list) = read_named_file(&file, "the clients file", ADD_COMMAND, report, read)?;
-    Some(Clients { source, file, api_key, subject, plan_claim: plan, defined_plans, list })
+    Some(Clients { source, file, api_key, subject, plan_claim: plan, defined_plans, list, limit_texts: Vec::new() })
 }
 
 /// Reports rules by client without clients.
@@ -392,12 +423,24 @@ impl ClientsFileReader<'_> {
         let api_keys = settings.api_keys.iter().filter_map(|text| self.read_api_key(text, name, report)).collect();
         let subjects = settings.subjects.iter().filter_map(|text| self.read_subject(text, name, report)).collect();
         let networks = settings.networks.iter().filter_map(|text| self.read_network(text, name, report)).collect();
+        let limits = settings.limits.into_iter().filter_map(|limits| self.check_limits(limits, report)).collect();
         let plan = settings.plan?;
         if self.plans.complete && !self.plans.names.contains(&plan.text.as_str()) {
             let fix = definition_fix(&plan.text, "rules.NAME.plans", &self.plans.names);
             report.problem(plan.span, format!("plan {} is not defined by any rule", quoted(&plan.text)), fix);
         }
-        Some(Client { name: name.to_owned(), plan: plan.text, api_keys, subjects, networks })
+        Some(Client { name: name.to_owned(), plan: plan.text, api_keys, subjects, networks, limits })
+    }
+
+    fn check_limits(&self, limits: WrittenLimits, report: &mut Report) -> Option<ClientLimits> {
+        let WrittenLimits { limits, span } = limits;
+        let rules = self.plans.rules.entries.iter().map(|entry| &entry.value.rule);
+        // An invalid rule or list of windows is reported already.
+        let is_invalid = rules.clone().any(|rule| rule.name == limits.rule && rule.key.is_empty());
+        if self.plans.complete && !is_invalid && !limits.layers.is_empty() {
+            report.accept(span, limits.check(rules))?;
+        }
+        Some(limits)
     }
 
     fn read_api_key(&mut self, text: &SpannedString, client: &str, report: &mut Report) -> Option<Digest> {

@@ -22,6 +22,7 @@ pub mod access;
 pub mod calendar;
 pub mod certificate;
 pub mod check;
+pub mod client_limits;
 pub mod client_tls;
 pub mod clients;
 pub mod count_when;

@@ -171,6 +171,13 @@ impl GatewayRule {
     pub fn counts_clients(&self) -> bool {
         self.key.iter().any(|part| CLIENT.has(part))
     }
+
+    /// The names of its limits in responses and metrics.
+    pub fn layer_names(&self) -> impl Iterator<Item = String> {
+        let layers = self.fixed_variants().flat_map(|layers| (0..layers.len()).map(move |layer| (layers, layer)));
+        let names = layers.map(|(layers, layer)| self.layer_name(layers, layer));
+        names.chain(self.concurrent_name()).chain(self.penalty_name())
+    }
 }
 
 impl Deref for GatewayRule {
@@ -418,9 +425,7 @@ fn report_equal_layer_names(rules: &Definitions<RuleId, CheckedRule>, report: &m
     let mut used: Vec<(String, &str)> = Vec::new();
     for entry in &rules.entries {
         let rule = &entry.value.rule;
-        let layers = rule.variants().flat_map(|layers| (0..layers.len()).map(move |layer| (layers, layer)));
-        let names = layers.map(|(layers, layer)| rule.layer_name(layers, layer));
-        let names: BTreeSet<String> = names.chain(rule.concurrent_name()).chain(rule.penalty_name()).collect();
+        let names: BTreeSet<String> = rule.layer_names().collect();
         if let Some((name, other)) = used.iter().find(|(name, _)| names.contains(name)) {
             let message = format!(
                 "two layers have the name {} in responses: one of the rule {}, one of the rule {}",
@@ -515,9 +520,13 @@ pub fn smallest_capacity(layers: &[Limit]) -> Option<u32> {
 /// Reports a cost above the smallest capacity.
 pub fn report_unaffordable(item: &Item, cost: u32, smallest: Option<u32>, report: &mut Report) {
     if let Some(smallest) = smallest.filter(|smallest| *smallest < cost) {
-        let message =
-            format!("a request that costs `{cost}` can never be admitted: the smallest limit is `{smallest}`");
-        let fix = format!("write a cost of at most `{smallest}`, or raise the limit");
+        let (message, fix) = unaffordable(cost, smallest);
         report.problem(item.span.clone(), message, fix);
     }
+}
+
+/// The message and the fix for a cost above the smallest capacity.
+pub fn unaffordable(cost: u32, smallest: u32) -> (String, String) {
+    let message = format!("a request that costs `{cost}` can never be admitted: the smallest limit is `{smallest}`");
+    (message, format!("write a cost of at most `{smallest}`, or raise the limit"))
 }

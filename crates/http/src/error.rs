@@ -416,6 +416,8 @@ pub enum ApiError {
     NoClients,
     /// The client has no key with this id.
     UnknownKey,
+    /// The client has no limits of its own in this rule.
+    UnknownLimits,
     /// `If-Match` or `If-None-Match` does not hold.
     PreconditionFailed,
     /// The change does not fit the current state, for this reason.

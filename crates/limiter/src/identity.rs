@@ -51,15 +51,8 @@ fn escape(name: &str) -> String {
 
 /// The text of windows and of what the words of their counters mean, so that no word is read as one of another kind. The limit is
 /// not included: a changed limit applies to the usage so far. `shards`: shards of each counter, at least 1.
-fn windows_text(windows: &Windows, kind: WindowKind, shards: u32) -> String {
-    let windows = match windows {
-        Windows::Even { period_ms, offset_ms: 0 } => format!("{period_ms}ms"),
-        Windows::Even { period_ms, offset_ms } => format!("{period_ms}ms from {offset_ms}ms"),
-        Windows::Random { period_ms } => format!("{period_ms}ms at random"),
-        Windows::FirstRequest { period_ms } => format!("{period_ms}ms from the first request"),
-        Windows::Sliding { period_ms } => format!("{period_ms}ms sliding"),
-        Windows::Calendar(calendar) => calendar.name.clone(),
-    };
+fn counters_text(windows: &Windows, kind: WindowKind, shards: u32) -> String {
+    let windows = windows.text();
     match kind {
         WindowKind::Plain if shards > 1 => format!("{windows} in {shards} shards"),
         WindowKind::Accumulating if shards > 1 => format!("{windows} accumulating in {shards} shards"),
@@ -102,7 +95,7 @@ pub fn layers(rule: &Rule) -> Vec<LayerIdentity<'_>> {
     let identity = |windows| LayerIdentity { rule: &rule.name, key: key_text(&rule.key), windows };
     let windows = rule.variants().flatten().map(|limit| {
         let (kind, shards) = rule.counter_kind(limit);
-        Some(windows_text(&limit.windows, kind, shards))
+        Some(counters_text(&limit.windows, kind, shards))
     });
     windows.chain(rule.penalty_ms.map(|_| None)).map(identity).collect()
 }

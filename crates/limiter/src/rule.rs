@@ -26,6 +26,9 @@ pub struct Rule {
     pub plans: Vec<Plan>,
     /// Other windows for single keys.
     pub overrides: Vec<Override>,
+    /// Other windows for single clients, under texts that identify them. They change while the counters are in use, so neither
+    /// the kind nor the name of a counter depends on them.
+    pub client_limits: Vec<Plan>,
     /// Requests that the rule does not count.
     pub exemptions: Exemptions,
     /// Tokens that a request takes.
@@ -193,6 +196,7 @@ impl Rule {
             concurrent: None,
             plans: Vec::new(),
             overrides: Vec::new(),
+            client_limits: Vec::new(),
             exemptions: Exemptions::default(),
             cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
@@ -223,6 +227,12 @@ impl Rule {
         Some((position, self.overrides.get(position)?))
     }
 
+    /// The limits of single clients, with their variants.
+    pub fn client_variants(&self) -> impl Iterator<Item = (VariantId, &Plan)> {
+        let first = 1 + self.plans.len() + self.overrides.len();
+        self.client_limits.iter().enumerate().map(move |(position, limits)| (VariantId::at(first + position), limits))
+    }
+
     /// The variant for the clients of a plan; the default if the rule has none.
     pub fn variant_of_plan(&self, plan: &str) -> VariantId {
         let position = self.plans.iter().position(|known| known.name == plan);
@@ -235,8 +245,13 @@ impl Rule {
         self.overrides.iter().enumerate().map(move |(position, known)| (VariantId::at(first + position), known))
     }
 
-    /// The default layers, then those of each plan, then those of each override.
+    /// The default layers, then those of each plan, then those of each override, then those of single clients.
     pub fn variants(&self) -> impl Iterator<Item = &[Limit]> {
+        self.fixed_variants().chain(self.client_limits.iter().map(|limits| limits.layers.as_slice()))
+    }
+
+    /// [`Rule::variants`] without those of single clients.
+    pub fn fixed_variants(&self) -> impl Iterator<Item = &[Limit]> {
         let plans = self.plans.iter().map(|plan| plan.layers.as_slice());
         let overrides = self.overrides.iter().map(|other| other.layers.as_slice());
         std::iter::once(self.layers.as_slice()).chain(plans).chain(overrides)
@@ -251,7 +266,13 @@ impl Rule {
     pub fn concurrent_variants(&self) -> impl Iterator<Item = Option<u32>> {
         let plans = self.plans.iter().map(|plan| plan.concurrent);
         let overrides = self.overrides.iter().map(|other| other.concurrent);
-        std::iter::once(self.concurrent).chain(plans).chain(overrides)
+        let of_clients = self.client_limits.iter().map(|limits| limits.concurrent);
+        std::iter::once(self.concurrent).chain(plans).chain(overrides).chain(of_clients)
+    }
+
+    /// The limit of requests in flight of a variant.
+    pub fn concurrent_of(&self, variant: VariantId) -> Option<u32> {
+        self.concurrent_variants().nth(variant.index()).flatten()
     }
 
     /// The name of the limit of requests in flight in responses and metrics; `None` if no variant has one.
@@ -275,13 +296,13 @@ impl Rule {
 
     /// Whether tokens of later windows may be taken in any layer.
     pub fn reserves(&self) -> bool {
-        self.variants().flatten().any(|limit| limit.reserve > 0)
+        self.fixed_variants().flatten().any(|limit| limit.reserve > 0)
     }
 
     /// The kind of the counters of one of the rule's layers, and the number of shards of each, at least 1. Layers of variants with
-    /// the same windows share counters, and have the same kind and number.
+    /// the same windows share counters, and have the same kind and number: that of the fixed variants.
     pub fn counter_kind(&self, limit: &Limit) -> (WindowKind, u32) {
-        let sharing = || self.variants().flatten().filter(|other| other.windows == limit.windows);
+        let sharing = || self.fixed_variants().flatten().filter(|other| other.windows == limit.windows);
         // Delayed requests and reservations take tokens of later windows, and so does the cost that a response states.
         let carries_debt = self.has_response_cost() || self.delays() || self.reserves();
         let rolls_over = sharing().any(|other| other.capacity.is_some());

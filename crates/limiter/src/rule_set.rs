@@ -103,7 +103,7 @@ pub struct CompiledRule {
     id: RuleId,
     /// The prefix of the hash of every key of this rule.
     pub hash_prefix: u64,
-    /// The default layers, then those of each plan, then those of each override, then that of penalties.
+    /// Those of [`Rule::variants`], then that of penalties.
     layers: Vec<NamedLayer>,
     variants: IdVec<VariantId, Range<usize>>,
     /// The layer that counts penalties; it belongs to no variant.
@@ -252,7 +252,7 @@ fn layers_under<'a>(rule: &Rule, variant: VariantId, other: &'a Rule) -> &'a [Li
 fn toggled_sliding<'a>(rule: &'a Rule, other: &Rule) -> Option<&'a Limit> {
     let has = |layers: &[Limit], limit: &Limit| layers.iter().any(|known| known.windows == limit.windows);
     let is_sliding = |limit: &Limit| matches!(limit.windows, Windows::Sliding { .. });
-    rule.variants().enumerate().find_map(|(variant, layers)| {
+    rule.fixed_variants().enumerate().find_map(|(variant, layers)| {
         let others = layers_under(rule, VariantId::at(variant), other);
         let replaces = |limit: &Limit, known: &Limit| {
             is_sliding(limit) != is_sliding(known)

@@ -147,10 +147,11 @@ pub struct WindowSegments(Vec<(Windows, String)>);
 
 impl WindowSegments {
     /// The segments of all windows of a rule: default, plans and overrides. If all windows are equal, the segments are
-    /// empty; otherwise a segment is the period as first configured.
+    /// empty; otherwise a segment is the period as first configured. Windows that only single clients have come and go: their
+    /// segments are `:~` and the windows, and do not depend on other windows.
     pub fn of(rule: &Rule) -> WindowSegments {
         let mut all: Vec<&Limit> = Vec::new();
-        for limit in rule.variants().flatten() {
+        for limit in rule.fixed_variants().flatten() {
             if all.iter().all(|other| other.windows != limit.windows) {
                 all.push(limit);
             }
@@ -166,7 +167,15 @@ impl WindowSegments {
             }
             (limit.windows.clone(), segment)
         };
-        WindowSegments(all.iter().map(segment).collect())
+        let mut segments: Vec<(Windows, String)> = all.iter().map(segment).collect();
+        for Limit { windows, .. } in rule.client_limits.iter().flat_map(|limits| &limits.layers) {
+            if segments.iter().all(|(known, _)| known != windows) {
+                let mut segment = String::from(":~");
+                percent_encode(windows.text().as_bytes(), &mut segment);
+                segments.push((windows.clone(), segment));
+            }
+        }
+        WindowSegments(segments)
     }
 
     /// The segment of these windows: `:PERIOD`, or empty.
@@ -253,6 +262,16 @@ mod tests {
 
     fn plain(windows: &Windows, now_ms: u64, offset: u64) -> StoreWindow {
         StoreWindow::at(WindowKind::Plain, windows, now_ms, offset)
+    }
+
+    #[test]
+    fn windows_of_single_clients_do_not_rename_others() {
+        let mut rule = Rule::new("r", Vec::new(), OnMissing::Skip, vec![limit("100/hour")]);
+        rule.client_limits =
+            vec![Plan { name: String::new(), layers: vec![limit("9/60m"), limit("5/minute")], concurrent: None }];
+        let segments = WindowSegments::of(&rule);
+        assert_eq!(segments.segment(&limit("1/hour").windows), "");
+        assert_eq!(segments.segment(&limit("1/minute").windows), ":~60000ms");
     }
 
     #[test]

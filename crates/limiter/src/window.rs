@@ -167,6 +167,18 @@ impl Window {
 }
 
 impl Windows {
+    /// The text that identifies the windows, in identities of counters and in names in a store. It must not change.
+    pub(super) fn text(&self) -> String {
+        match self {
+            Windows::Even { period_ms, offset_ms: 0 } => format!("{period_ms}ms"),
+            Windows::Even { period_ms, offset_ms } => format!("{period_ms}ms from {offset_ms}ms"),
+            Windows::Random { period_ms } => format!("{period_ms}ms at random"),
+            Windows::FirstRequest { period_ms } => format!("{period_ms}ms from the first request"),
+            Windows::Sliding { period_ms } => format!("{period_ms}ms sliding"),
+            Windows::Calendar(calendar) => calendar.name.clone(),
+        }
+    }
+
     /// The window that contains `now_ms`. `offset` is the offset of the key as a fraction of the period, in units of
     /// 2^-64. Where requests open windows, the window starts now. The last window ends at [`END_MAX_MS`].
     pub fn window_at(&self, now_ms: u64, offset: u64) -> Window {

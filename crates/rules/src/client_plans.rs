@@ -6,7 +6,7 @@
 //! keys are stored as digests only (`transom_limiter::secret_digest`).
 
 use std::cell::OnceCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasher;
 use std::net::IpAddr;
 use std::ops::Deref;
@@ -25,7 +25,7 @@ use transom_config::key_kind::{CLIENT, Credentials, Identifies, KeyKind, is_secr
 use transom_http::error::{NoClient, RequestError};
 use transom_http::request_values::bearer_token;
 use transom_jwt::token::{TokenError, may_be_token};
-use transom_limiter::handles::{Handle as _, IdVec};
+use transom_limiter::handles::{Handle as _, IdVec, VariantId};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;
@@ -37,6 +37,8 @@ pub const SECRET_MAX_BYTES: usize = 4096;
 const SUBJECT: &str = "subject:";
 /// Plans that no rule defines are logged up to this number.
 const UNDEFINED_PLANS_MAX: usize = 64;
+/// Limits that may be plans while no client has them.
+const UNUSED_PLANS_MAX: usize = 1000;
 
 /// All clients, and where requests name them.
 #[derive(Clone, Debug)]
@@ -48,12 +50,27 @@ pub struct ClientPlans {
     by_network: Arc<ClientNetworks>,
     /// The number of the next client.
     next_number: usize,
+    limits: LimitedClients,
+}
+
+/// The clients with limits of their own. What distinguishes their limits ([`Client::limits_text`]) is a plan without a name.
+#[derive(Clone, Default, Debug)]
+struct LimitedClients {
+    names: Arc<BTreeSet<String>>,
+    /// The plans by their texts, numbered after those with names. They keep their numbers.
+    plans: Arc<HashMap<String, LimitPlan>>,
+    /// The time as of which limits are in effect, Unix milliseconds.
+    at_ms: u64,
+    /// When the next limits end, or earlier.
+    next_end_ms: Option<u64>,
+    /// Whether a client has limits that are no plan yet.
+    lacks_plans: bool,
 }
 
 /// Where requests name clients, and the plans that clients can have: what the configuration says.
 #[derive(Debug)]
 pub struct ClientSources {
-    /// Names of the plans that a client can have, sorted.
+    /// Names of the plans that a client can have, sorted. Limits of single clients are plans after these.
     pub plans: IdVec<PlanId, String>,
     api_keys: Vec<ClientSource>,
     subject: Option<ClientSource>,
@@ -66,6 +83,25 @@ pub struct ClientSources {
     /// Whether some rule counts by client.
     counts_clients: bool,
     hasher: RandomState,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct LimitPlan {
+    id: PlanId,
+    /// Whether the current rules have its windows.
+    is_compiled: bool,
+}
+
+impl LimitedClients {
+    /// The plan of a text, if the current rules have its windows.
+    fn plan(&self, text: &str) -> Option<PlanId> {
+        self.plans.get(text).filter(|plan| plan.is_compiled).map(|plan| plan.id)
+    }
+
+    /// Whether the limits of a client are no plan yet.
+    fn lacks_plan_of(&self, client: &Client) -> bool {
+        client.limits_text(self.at_ms).is_some_and(|text| self.plan(&text).is_none())
+    }
 }
 
 /// A client that requests can belong to.
@@ -125,12 +161,16 @@ pub fn describe_client(clients: &Clients, client: &Client, digest: impl Fn(&Dige
         true => digest(&Digest::of(subject.as_bytes())),
         false => subject.clone(),
     };
-    json!({
+    let mut described = json!({
         "name": client.name, "plan": client.plan,
         "keys": client.api_keys.iter().map(&digest).collect::<Vec<_>>(),
         "subjects": client.subjects.iter().map(subject).collect::<Vec<_>>(),
         "networks": client.networks.iter().map(ToString::to_string).collect::<Vec<_>>(),
-    })
+    });
+    if let Some(limits) = client.limits_json() {
+        described["limits"] = limits;
+    }
+    described
 }
 
 /// Where requests name their client.
@@ -229,7 +269,9 @@ impl ClientPlans {
             by_subject: ShardedTable::for_entries(0),
             by_network: Arc::new(ClientNetworks::new(BTreeMap::new())),
             next_number: 0,
+            limits: LimitedClients::default(),
         };
+        plans.set_limit_plans(&configured.limit_texts);
         plans.change(configured.list.iter().map(|client| (client.name.as_str(), Some(client.clone()))));
         plans
     }
@@ -243,7 +285,91 @@ impl ClientPlans {
             by_subject: ShardedTable::for_entries(0),
             by_network: Arc::new(ClientNetworks::new(BTreeMap::new())),
             next_number: self.next_number,
+            limits: LimitedClients {
+                names: Arc::default(),
+                next_end_ms: None,
+                lacks_plans: false,
+                ..self.limits.clone()
+            },
         }
+    }
+
+    /// Makes plans of the limits that the rules have for single clients from now on, see [`Clients::limit_texts`].
+    pub fn set_limit_plans(&mut self, texts: &[String]) {
+        let plans = Arc::make_mut(&mut self.limits.plans);
+        plans.values_mut().for_each(|plan| plan.is_compiled = false);
+        for text in texts {
+            let id = PlanId::at(self.sources.plans.len() + plans.len());
+            plans.entry(text.clone()).or_insert(LimitPlan { id, is_compiled: true }).is_compiled = true;
+        }
+        let lacks_plans = self.limited_clients().any(|client| self.limits.lacks_plan_of(client));
+        self.limits.lacks_plans = lacks_plans;
+    }
+
+    /// Whether a client has limits that are no plan yet: it has those from before.
+    pub fn lacks_limit_plans(&self) -> bool {
+        self.limits.lacks_plans
+    }
+
+    /// Whether the client of this name has other limits than it should have.
+    pub fn lacks_limits_of(&self, name: &str) -> bool {
+        let wanted = |client: &KnownClient| match client.limits_text(self.limits.at_ms) {
+            Some(text) => self.limits.plan(&text),
+            None => self.plan_named(&client.plan),
+        };
+        self.named(name).is_some_and(|client| wanted(client) != Some(client.plan_id))
+    }
+
+    /// Whether far more limits are plans than clients have.
+    pub fn has_unused_limit_plans(&self) -> bool {
+        self.limits.plans.len() > UNUSED_PLANS_MAX + 4 * self.limits.names.len()
+    }
+
+    /// The clients with limits of their own.
+    pub fn limited_clients(&self) -> impl Iterator<Item = &Arc<KnownClient>> {
+        self.limits.names.iter().filter_map(|name| self.named(name))
+    }
+
+    /// When limits of some client end, or earlier, Unix milliseconds.
+    pub fn next_limit_end_ms(&self) -> Option<u64> {
+        self.limits.next_end_ms
+    }
+
+    /// Puts the limits in effect that clients have at a time.
+    pub fn apply_limits(&mut self, now_ms: u64) {
+        self.limits.at_ms = now_ms;
+        let ends = self.limited_clients().flat_map(|client| client.limits.iter().filter_map(|limits| limits.until_ms));
+        self.limits.next_end_ms = ends.filter(|end_ms| *end_ms > now_ms).min();
+        let has_changed = |client: &&Arc<KnownClient>| {
+            let plan = self.plan_named(&client.plan);
+            plan.is_some_and(|plan| self.plan_with_limits(client, plan, Some(client)) != client.plan_id)
+        };
+        let changed: Vec<Client> =
+            self.limited_clients().filter(has_changed).map(|client| Client::clone(client)).collect();
+        self.change(changed.iter().map(|client| (client.name.as_str(), Some(client.clone()))));
+    }
+
+    /// The plan of a client with the windows that it has of its own, or the plan that its name says. While the former is not known,
+    /// the client keeps the one from before.
+    fn plan_with_limits(&self, client: &Client, named: PlanId, former: Option<&KnownClient>) -> PlanId {
+        let Some(text) = client.limits_text(self.limits.at_ms) else { return named };
+        let from_before = || former.filter(|former| former.plan == client.plan).map_or(named, |former| former.plan_id);
+        self.limits.plan(&text).unwrap_or_else(from_before)
+    }
+
+    /// The variant of a rule for each plan. `of_limits`: for windows of single clients, by their texts.
+    pub fn variants_of_plans(
+        &self,
+        of_plan: impl Fn(&str) -> VariantId,
+        of_limits: &HashMap<&str, VariantId>,
+    ) -> IdVec<PlanId, VariantId> {
+        let mut variants = self.sources.plans.map(|plan| of_plan(plan));
+        variants.resize(self.sources.plans.len() + self.limits.plans.len(), VariantId::DEFAULT);
+        for (text, plan) in &*self.limits.plans {
+            let plan_name = text.split(' ').next().unwrap_or_default();
+            variants[plan.id] = of_limits.get(text.as_str()).copied().unwrap_or_else(|| of_plan(plan_name));
+        }
+        variants
     }
 
     /// Sets or removes clients. One whose plan no rule defines is unknown.
@@ -257,14 +383,22 @@ impl ClientPlans {
             {
                 networked.get_or_insert_with(|| self.by_network.by_name.clone()).remove(name);
             }
-            let number = match former {
+            let number = match &former {
                 Some(former) => {
-                    self.remove(&former);
-                    if plan == Some(former.plan_id) { former.number } else { self.next_number }
+                    self.remove(former);
+                    let has_same_plan = client.as_ref().is_some_and(|client| client.plan == former.plan);
+                    if has_same_plan { former.number } else { self.next_number }
                 }
                 None => self.next_number,
             };
-            let (Some(client), Some(plan_id)) = (client, plan) else { continue };
+            if former.as_deref().is_some_and(|former| !former.limits.is_empty()) {
+                Arc::make_mut(&mut self.limits.names).remove(name);
+            }
+            let (Some(client), Some(plan)) = (client, plan) else { continue };
+            let plan_id = self.plan_with_limits(&client, plan, former.as_deref());
+            if !client.limits.is_empty() {
+                self.note_limits(&client);
+            }
             self.next_number = self.next_number.max(number + 1);
             let client = Arc::new(KnownClient { client, plan_id, number });
             if let (Some(networked), true) = (&mut networked, has_networks(&client)) {
@@ -275,6 +409,14 @@ impl ClientPlans {
         if let Some(networked) = networked {
             self.by_network = Arc::new(ClientNetworks::new(networked));
         }
+    }
+
+    fn note_limits(&mut self, client: &Client) {
+        let limits = &mut self.limits;
+        Arc::make_mut(&mut limits.names).insert(client.name.clone());
+        limits.lacks_plans |= limits.lacks_plan_of(client);
+        let ends = client.limits.iter().filter_map(|limits| limits.until_ms).filter(|end_ms| *end_ms > limits.at_ms);
+        limits.next_end_ms = ends.chain(limits.next_end_ms).min();
     }
 
     fn insert(&mut self, client: Arc<KnownClient>) {
@@ -828,5 +970,99 @@ impl ClientCheck {
             }
         }
         Ok(None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use transom_config::Config;
+    use transom_limiter::handles::RuleId;
+    use transom_limiter::key::Seed;
+    use transom_limiter::rule_set::RuleSet;
+
+    use super::*;
+    use crate::compiled_config::CompiledConfig;
+    use crate::rate_limit_key::RuleKey;
+
+    const TOML: &str = "[clients]\nfile = \"clients.toml\"\napi_key = \"bearer\"\n[upstreams.u]\nbuiltin = \"echo\"\n\
+                        [rules.r]\nkey = \"client\"\non_missing_key = \"skip\"\nwindows = [\"1/hour\"]\n\
+                        [rules.r.plans.gold]\nwindows = [\"20/hour\"]\nconcurrent = 7\n\
+                        [rules.s]\nkey = \"client\"\non_missing_key = \"skip\"\nwindows = [\"2/hour\"]\n\
+                        [rules.s.plans.gold]\nwindows = [\"30/hour\"]\n\
+                        [[routes]]\npath = \"/\"\nupstream = \"u\"\nrules = [\"r\", \"s\"]\n";
+
+    fn config(clients: &str) -> Config {
+        transom_config::read_with_files(TOML, &|_| Ok(clients.as_bytes().to_vec())).unwrap()
+    }
+
+    fn client(name: &str, limits: &str) -> Client {
+        Client::from_json(name, &format!("{{ \"plan\": \"gold\", \"limits\": {limits} }}")).unwrap()
+    }
+
+    /// The limits of a client in both rules.
+    fn limits(config: &Config, plans: &ClientPlans, name: &str) -> [u32; 2] {
+        let rule_set = RuleSet::new(config.limiter_rules(), Seed(1, 2), None);
+        [0, 1].map(|rule| {
+            let rule = &rule_set.rules[RuleId::at(rule)];
+            let overrides = RuleKey::compile_overrides(rule, Some(plans), Seed(1, 2)).unwrap();
+            let variant = overrides.variant_of(plans.named(name).map(|client| client.plan_id));
+            assert!(
+                variant == VariantId::DEFAULT || rule.rule.name == "s" || rule.rule.concurrent_of(variant) == Some(7)
+            );
+            rule.rule.variants().nth(variant.index()).unwrap()[0].tokens
+        })
+    }
+
+    #[test]
+    fn limits_of_a_client_end_one_after_another() {
+        let config = config(
+            "[clients.acme]\nplan = \"gold\"\napi_keys = []\n\
+             [clients.acme.limits.r]\nwindows = [\"50/hour\"]\nuntil = 1970-01-01T00:00:02Z\n\
+             [clients.acme.limits.s]\nwindows = [{ limit = 60, period = \"hour\" }]\nuntil = 1970-01-01T00:00:01Z\n",
+        );
+        let mut plans = CompiledConfig::client_plans(&config).unwrap();
+        for (now_ms, expected, next) in [
+            (0, [50, 60], Some(1000)),
+            (999, [50, 60], Some(1000)),
+            (1000, [50, 30], Some(2000)),
+            (2000, [20, 30], None),
+        ] {
+            plans.apply_limits(now_ms);
+            assert_eq!((limits(&config, &plans, "acme"), plans.next_limit_end_ms()), (expected, next), "{now_ms}");
+        }
+    }
+
+    #[test]
+    fn new_limits_apply_once_the_rules_have_them() {
+        let mut config = config("[clients.acme]\nplan = \"gold\"\napi_keys = []\n");
+        let mut plans = CompiledConfig::client_plans(&config).unwrap();
+        let mut set = |plans: &mut ClientPlans, clients: &[Client]| {
+            plans.change(clients.iter().map(|client| (client.name.as_str(), Some(client.clone()))));
+            let before = plans.lacks_limit_plans().then(|| limits(&config, plans, "acme"));
+            let limited: Vec<Client> = plans.limited_clients().map(|client| Client::clone(client)).collect();
+            assert_eq!(config.set_client_limits(limited.iter()), Vec::<String>::new());
+            plans.set_limit_plans(&config.clients.as_ref().unwrap().limit_texts);
+            plans.apply_limits(0);
+            assert!(!plans.lacks_limit_plans());
+            (before, limits(&config, plans, "acme"))
+        };
+        let of_r = |limit: u32| {
+            format!(
+                "{{ \"r\": {{ \"windows\": [\"{limit}/hour\"] }}, \"of another gateway\": {{ \"windows\": [\"1/day\"] }} }}"
+            )
+        };
+        let both = [client("acme", &of_r(50)), client("beta", &of_r(50))];
+        assert_eq!(set(&mut plans, &both), (Some([20, 30]), [50, 30]));
+        assert_eq!(
+            plans.named("acme").unwrap().plan_id,
+            plans.named("beta").unwrap().plan_id,
+            "equal limits are one plan"
+        );
+        // Those from before apply meanwhile.
+        assert_eq!(set(&mut plans, &[client("acme", &of_r(60))]), (Some([50, 30]), [60, 30]));
+        assert_eq!(set(&mut plans, &[client("acme", &of_r(50))]), (None, [50, 30]));
+        // The rules have forgotten the limits of 60.
+        assert_eq!(set(&mut plans, &[client("acme", &of_r(60))]), (Some([50, 30]), [60, 30]));
+        assert_eq!(set(&mut plans, &[client("acme", "{}")]), (None, [20, 30]));
     }
 }

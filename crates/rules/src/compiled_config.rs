@@ -88,6 +88,8 @@ pub struct LiveData {
     pub clients: Option<Arc<LiveClients>>,
     /// The fetched keys for tokens.
     pub published_keys: Option<Arc<PublishedKeys>>,
+    /// The time, Unix milliseconds: limits of clients of the clients file that end before are not in effect.
+    pub now_ms: u64,
 }
 
 /// What belongs to a route in other tables. Small, so that thousands of routes stay in the CPU cache.
@@ -121,12 +123,16 @@ impl CompiledConfig {
 
     /// `rule_set` is compiled from the rules of `config`.
     pub fn new(config: Config, seed: Seed, rule_set: RuleSet, live: LiveData) -> CompiledConfig {
-        let LiveData { clients, published_keys } = live;
-        let clients = clients.or_else(|| CompiledConfig::client_plans(&config).map(LiveClients::new));
+        let LiveData { clients, published_keys, now_ms } = live;
+        let clients = clients.or_else(|| {
+            let mut plans = CompiledConfig::client_plans(&config)?;
+            plans.apply_limits(now_ms);
+            Some(LiveClients::new(plans))
+        });
         let rule_set = Arc::new(rule_set);
-        let sources = clients.as_ref().map(|clients| clients.current());
-        let sources = sources.as_deref().map(|plans| &**plans);
-        let overrides_of = |rule: &CompiledRule| RuleKey::compile_overrides(rule, sources, seed).map(Arc::new);
+        let plans = clients.as_ref().map(|clients| clients.current());
+        let sources = plans.as_deref().map(|plans| &**plans);
+        let overrides_of = |rule: &CompiledRule| RuleKey::compile_overrides(rule, plans.as_deref(), seed).map(Arc::new);
         let overrides: IdVec<RuleId, _> = rule_set.rules.map(overrides_of);
         let client_check = |rule: &GatewayRule| ClientCheck::new(rule.on_unknown_key, &rule.key, sources);
         let client_checks: IdVec<RuleId, _> = config.rules.map(client_check);

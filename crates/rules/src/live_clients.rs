@@ -12,11 +12,14 @@ pub struct LiveClients {
     /// Number of replacements.
     version: AtomicU64,
     current: Mutex<Arc<ClientPlans>>,
+    /// Held by the thread that makes a change.
+    changing: Mutex<()>,
 }
 
 impl LiveClients {
     pub fn new(plans: ClientPlans) -> Arc<LiveClients> {
-        Arc::new(LiveClients { version: AtomicU64::new(0), current: Mutex::new(Arc::new(plans)) })
+        let (version, current, changing) = (AtomicU64::new(0), Mutex::new(Arc::new(plans)), Mutex::default());
+        Arc::new(LiveClients { version, current, changing })
     }
 
     /// The current clients. Takes a lock: requests use a [`ClientsReader`].
@@ -24,8 +27,9 @@ impl LiveClients {
         Arc::clone(&self.lock())
     }
 
-    /// Replaces the clients by a changed copy. Only one thread changes them.
+    /// Replaces the clients by a changed copy.
     pub fn change(&self, change: impl FnOnce(&mut ClientPlans)) {
+        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut plans = ClientPlans::clone(&self.current());
         change(&mut plans);
         let former = std::mem::replace(&mut *self.lock(), Arc::new(plans));

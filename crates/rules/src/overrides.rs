@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use foldhash::fast::RandomState;
 
 use super::PlanId;
-use super::client_plans::{ClientSources, SECRET_MAX_BYTES};
+use super::client_plans::{ClientPlans, SECRET_MAX_BYTES};
 use super::key_source::feed_address;
 use transom_limiter::handles::{IdVec, VariantId};
 use transom_limiter::ip_prefix::Networks;
@@ -40,9 +40,11 @@ pub enum RuleTreatment {
 
 impl Overrides {
     /// `None` if the rule has neither exemptions nor overrides. `hasher` is that of the rule's keys, before the parts.
-    pub fn new(compiled: &CompiledRule, hasher: &KeyHasher, clients: Option<&ClientSources>) -> Option<Overrides> {
+    pub fn new(compiled: &CompiledRule, hasher: &KeyHasher, clients: Option<&ClientPlans>) -> Option<Overrides> {
         let rule = &compiled.rule;
-        let plans = clients.map(|clients| clients.plans.map(|plan| rule.variant_of_plan(plan))).unwrap_or_default();
+        let of_limits = rule.client_variants().map(|(variant, limits)| (limits.name.as_str(), variant)).collect();
+        let variants = |clients: &ClientPlans| clients.variants_of_plans(|plan| rule.variant_of_plan(plan), &of_limits);
+        let plans = clients.map(variants).unwrap_or_default();
         let overridden = rule.override_variants();
         let overridden = overridden.map(|(variant, other)| (&other.key, RuleTreatment::Variant(variant)));
         let exempt = rule.exemptions.keys.iter().map(|key| (key, RuleTreatment::Exempt));

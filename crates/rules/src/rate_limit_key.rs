@@ -9,7 +9,7 @@ use std::sync::Arc;
 use http::header::{HeaderMap, HeaderName};
 use serde_json::{Value, json};
 
-use super::client_plans::{ClientCheck, ClientLookup, ClientSources};
+use super::client_plans::{ClientCheck, ClientLookup, ClientPlans};
 use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::overrides::{self, Overrides, RuleTreatment};
 use super::store_key_text::{DIGEST, KeyDigester, KeyTextFormat};
@@ -201,7 +201,7 @@ impl RuleKey {
     }
 
     /// Compiles the exemptions and overrides of a rule; the result serves all routes that use the rule.
-    pub fn compile_overrides(rule: &CompiledRule, clients: Option<&ClientSources>, seed: Seed) -> Option<Overrides> {
+    pub fn compile_overrides(rule: &CompiledRule, clients: Option<&ClientPlans>, seed: Seed) -> Option<Overrides> {
         Overrides::new(rule, &key_hasher(seed, rule.hash_prefix, None), clients)
     }
 
@@ -598,7 +598,6 @@ pub mod tests {
     use super::*;
     use http::{Method, Uri};
 
-    use crate::client_plans::ClientPlans;
     use crate::key_source::tests::CONNECTION;
     use transom_config::clients::{Client, Clients, ClientsSource};
     use transom_config::key::OnUnknownKey;
@@ -743,7 +742,9 @@ pub mod tests {
                 api_keys: vec![Digest::of(b"known")],
                 subjects: Vec::new(),
                 networks: Vec::new(),
+                limits: Vec::new(),
             }],
+            limit_texts: Vec::new(),
         };
         let clients = ClientPlans::new(&clients, false);
         let ip = || OnMissing::Fallback(vec![IP.of_prefixes(32, 64)]);

@@ -478,6 +478,9 @@ pub fn api_error_response(error: &ApiError) -> LocalResponse {
             (StatusCode::NOT_FOUND, String::from("there are no clients: the configuration has no `[clients]`"))
         }
         ApiError::UnknownKey => (StatusCode::NOT_FOUND, String::from("the client has no key with this id")),
+        ApiError::UnknownLimits => {
+            (StatusCode::NOT_FOUND, String::from("the client has no limits of its own in this rule"))
+        }
         ApiError::PreconditionFailed => (
             StatusCode::PRECONDITION_FAILED,
             String::from(

@@ -254,6 +254,7 @@ impl Replay {
     fn read(&mut self, position: usize, line: &LogLine, text: &[u8], headers: &[HeaderSpan]) -> bool {
         let Replay { reader, deny_list, inputs, counts, buffers, params, response_headers, requests, now_ms, .. } =
             self;
+        reader.end_limits(*now_ms);
         let Ok(logged) = reader.read(line, text, headers, buffers) else {
             counts.rejected += 1;
             return false;

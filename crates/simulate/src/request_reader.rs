@@ -116,6 +116,15 @@ impl RequestReader {
         })
     }
 
+    /// Ends the limits of clients that have reached their end.
+    pub fn end_limits(&mut self, now_ms: u64) {
+        if let Some(clients) = &mut self.clients
+            && clients.next_limit_end_ms().is_some_and(|end_ms| end_ms <= now_ms)
+        {
+            Arc::make_mut(clients).apply_limits(now_ms);
+        }
+    }
+
     pub fn read<'a>(
         &'a self,
         line: &LogLine,

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use toml_edit::{Array, DocumentMut, Item, Table, TableLike, TomlError, Value};
+use transom_config::client_limits::{ClientLimits, to_toml};
 use transom_config::clients::Client;
 
 use crate::toml_comments::{text_above, text_after_removal};
@@ -91,12 +92,41 @@ impl ClientsDocument {
         let (had, has) = (Identifiers::of(before), Identifiers::of(Some(after)));
         self.remove_identifiers(name, &had.without(&has));
         self.add(name, Some(&after.plan), &has.without(&had));
+        self.replace_limits(name, before.map_or(&[], |client| &client.limits), &after.limits);
         if has.is_empty()
             && let Some(client) = self.client(name)
             && !client.contains_key("api_keys")
         {
             // Says that the client is meant to have no identifier yet.
             client.insert("api_keys", toml_edit::value(Array::new()));
+        }
+    }
+
+    /// Replaces the limits of a client in single rules, where they differ.
+    fn replace_limits(&mut self, name: &str, had: &[ClientLimits], has: &[ClientLimits]) {
+        if had == has {
+            return;
+        }
+        let Some(client) = self.client(name) else { return };
+        if !client.contains_key("limits") {
+            let mut tables = Table::new();
+            tables.set_implicit(true);
+            // Becomes an inline table where the client is one, and so do those below.
+            client.insert("limits", Item::Table(tables));
+        }
+        let Some(tables) = client.get_mut("limits").and_then(Item::as_table_like_mut) else { return };
+        for gone in had.iter().filter(|former| has.iter().all(|limits| limits.rule != former.rule)) {
+            tables.remove(&gone.rule);
+        }
+        for limits in has.iter().filter(|limits| !had.contains(limits)) {
+            let windows = to_toml(&limits.windows).parse::<Value>().ok().map(|windows| ("windows", windows));
+            let until = limits.until_text().and_then(|text| text.parse::<Value>().ok()).map(|until| ("until", until));
+            let mut table = Table::new();
+            table.extend(windows.into_iter().chain(until));
+            tables.insert(&limits.rule, Item::Table(table));
+        }
+        if tables.is_empty() {
+            client.remove("limits");
         }
     }
 
@@ -348,6 +378,29 @@ networks = [ \"192.0.2.1/32\", \"10.0.0.0/8\" ]
             document.remove_identifiers("gamma.example", &identifiers(&[], &["192.0.2.1/32"]))
         };
         assert_replaces(take, &[("\"192.0.2.1/32\", ", "")]);
+    }
+
+    #[test]
+    fn limits_are_tables_of_the_client() {
+        let with = |limits: serde_json::Value| {
+            let client = serde_json::json!({ "plan": "gold", "limits": limits }).to_string();
+            Client::from_json("acme", &client).unwrap()
+        };
+        let limits = serde_json::json!({
+            "r": { "windows": ["5000/day", { "limit": 9, "period": "hour" }], "until": "2030-01-31T18:00:00Z" },
+        });
+        let (without, with) = (with(serde_json::json!({})), with(limits));
+        let table = "\n[clients.acme.limits.r]\nwindows = [\"5000/day\", { limit = 9, period = \"hour\" }]\n\
+                     until = 2030-01-31T18:00:00Z\n";
+        let file = FILE.replacen("    \"sha256:bb\",\n]\n", &format!("    \"sha256:bb\",\n]\n{table}"), 1);
+        let bare = |client: &Client| Client { api_keys: vec![], ..client.clone() };
+        let set = edited(FILE, |document| document.replace("acme", Some(&bare(&without)), Some(&with)));
+        assert_eq!(set, file);
+        assert_eq!(edited(&set, |document| document.replace("acme", Some(&with), Some(&without))), FILE);
+        let inline = edited("clients = { acme = { plan = \"gold\", api_keys = [] } }\n", |document| {
+            document.replace("acme", Some(&without), Some(&with));
+        });
+        assert!(inline.contains("limits = { r = { windows = [\"5000/day\""), "{inline}");
     }
 
     #[test]

@@ -11,6 +11,7 @@ use super::place::target;
 use super::{Failure, Show, clients_of, unknown_client};
 use crate::explain::rule_state::seconds_text;
 use crate::file_watch::FileWatch;
+use transom_config::client_limits::to_toml;
 use transom_config::clients::{Client, ClientsSource};
 use transom_limiter::secret_digest::Digest;
 use transom_rules::client_plans::describe_client;
@@ -54,6 +55,12 @@ fn print(show: &Show, client: &Value) {
     }
 }
 
+/// Windows as configured, for people.
+fn windows_text(windows: &Value) -> String {
+    let window = |window: &Value| window.as_str().map_or_else(|| to_toml(window), str::to_owned);
+    windows.as_array().into_iter().flatten().map(window).collect::<Vec<_>>().join(", ")
+}
+
 /// The client for people.
 fn text(client: &Value) -> String {
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
@@ -66,6 +73,10 @@ fn text(client: &Value) -> String {
     for key in ["keys", "subjects", "networks"] {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{:<9} {}", format!("{key}:"), joined(&client[key]));
+    }
+    for (rule, limits) in client["limits"].as_object().into_iter().flatten() {
+        let until = limits["until"].as_str().map_or(String::new(), |until| format!(", until {until}"));
+        let _ = writeln!(text, "limits:   {} in rule `{rule}`{until}", windows_text(&limits["windows"]));
     }
     for rule in list(&client["rules"]) {
         let key = list(&rule["key"]).iter().map(word).collect::<Vec<_>>().join(", ");
