@@ -23,6 +23,7 @@ use transom_config::path::{ForwardPath, Segment};
 use transom_config::redis::{Node, Nodes};
 use transom_config::rule::{RateLimitStyle, RefusalResponse};
 use transom_config::upstream::{HostField, Scheme, Target, UpstreamProtocol};
+use transom_config::usage_cost::{OnMissingUsage, UsageCost};
 use transom_config::{
     AccessLog, Config, LogFormat, LogTarget, RouteId, UpstreamId, read, read_with_files, read_with_inputs,
 };
@@ -33,6 +34,8 @@ use transom_limiter::key::OnMissing;
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::secret_digest::Digest;
 use transom_limiter::window::Windows;
+use transom_usage::usage::{self, Usage};
+use transom_usage::usage_reader::UsageSource;
 
 fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config").join(kind);
@@ -658,7 +661,16 @@ fn every_setting_of_rules_is_read_as_written() {
     assert_eq!(rule("capacities").cost, Cost::Request { header: header("x-cost"), default: 2, max: 150 });
     let count_when = CountWhen { status: vec![401..=401, 500..=599], grpc_status: vec![16, 7] };
     assert_eq!(rule("failed-logins").count_when, Some(count_when));
-    assert_eq!(rule("response-cost").cost, Cost::Response { header: header("x-cost"), reserve: 10, max: 1000 });
+    assert_eq!(rule("response-cost").cost, Cost::Response { header: Some(header("x-cost")), reserve: 10, max: 1000 });
+    let usage = rule("usage");
+    // The reserve is lowered to the capacity.
+    assert_eq!(usage.cost, Cost::Response { header: None, reserve: 100, max: u32::MAX });
+    assert_eq!(usage.refund_on, [429..=429, 500..=599]);
+    let UsageCost { source, weights, on_missing } = usage.usage.as_ref().unwrap();
+    assert_eq!((source, *on_missing), (&UsageSource::Known, OnMissingUsage::Estimate));
+    let mut used = Usage::default();
+    (used[usage::Kind::Input], used[usage::Kind::Reasoning]) = (1.into(), 2.into());
+    assert_eq!([Some("gpt-5-mini"), None].map(|model| weights.of(model).cost(&used)), [22, 7]);
     assert_eq!(
         (rule("sharded").layers[0].shards, &rule("sharded").cost, config.routes[RouteId::at(0)].cost),
         (10, &Cost::Fixed(3), Some(5))

@@ -171,7 +171,7 @@ pub fn handle(
     }
     record.identify(&mut parts.headers);
     let (peer, worker) = (Rc::clone(peer), Rc::clone(worker));
-    let request = Box::new(Request::from_parts(parts, upload));
+    let mut request = Box::new(Request::from_parts(parts, upload));
     // Rare waits are boxed, so that the future of every other request does not reserve memory for them.
     ResponseFuture::Waiting(Box::pin(async move {
         if let Some(pending) = pending {
@@ -189,6 +189,9 @@ pub fn handle(
                 Err(rejection) => return ResponseFuture::Done(Some(rejection.into_response(format, record))),
             };
         }
+        if let Some(pending_cost) = &mut pending_cost {
+            pending_cost.begin_forwarding(plan.route, &mut request);
+        }
         let response = match forward(&config, &peer, &mut plan, request, &mut record).await {
             Ok(response) => {
                 if let Some(handshake) = plan.websocket.take() {
@@ -202,6 +205,9 @@ pub fn handle(
             Err(error) => {
                 // No response proves that the upstream did not act on what it has received.
                 pending_cost = pending_cost.filter(|_| !error.is_of_request_body());
+                if let Some(pending_cost) = &mut pending_cost {
+                    pending_cost.forwarding_failed(&error);
+                }
                 error_response(&error, format, record)
             }
         };

@@ -123,8 +123,20 @@ impl From<UpstreamBody> for Content {
     }
 }
 
-/// Receives the trailers of a response that has ended, if it has any.
-type AtEnd = Box<dyn FnOnce(Option<&HeaderMap>)>;
+/// Follows a body while it is sent.
+pub trait BodyObserver {
+    fn data(&mut self, bytes: &[u8]);
+
+    /// The body has ended, with its trailers, if it has any; or it broke off, or the client has gone away.
+    fn end(self: Box<Self>, end: BodyEnded<'_>);
+}
+
+/// How a body has ended.
+#[derive(Clone, Copy)]
+pub enum BodyEnded<'a> {
+    Complete(Option<&'a HeaderMap>),
+    Aborted,
+}
 
 /// A body that owns the record of its request: dropping the body ends the request. Boxed, because it is moved many times
 /// together with the head of its response.
@@ -134,25 +146,30 @@ struct BodyState {
     content: Content,
     /// After `content`, so that an upstream connection is closed before the slots of its request are released.
     record: Option<RequestRecord>,
-    /// Called at the end of the body.
-    at_end: Option<AtEnd>,
+    observer: Option<Box<dyn BodyObserver>>,
     /// How the upstream's response broke off, until the connection has been given the error.
     pending_error: Option<UpstreamBodyError>,
 }
 
 impl ResponseBody {
     pub fn new(content: Content, record: RequestRecord) -> ResponseBody {
-        ResponseBody(Box::new(BodyState { content, record: Some(record), at_end: None, pending_error: None }))
+        ResponseBody(Box::new(BodyState { content, record: Some(record), observer: None, pending_error: None }))
     }
 
     /// A body without a record: a tunnel has taken the record, or a panic has ended it.
     pub fn unrecorded(content: Content) -> ResponseBody {
-        ResponseBody(Box::new(BodyState { content, record: None, at_end: None, pending_error: None }))
+        ResponseBody(Box::new(BodyState { content, record: None, observer: None, pending_error: None }))
     }
 
-    /// Calls `at_end` at the end of the body, and never if the body breaks off or the client goes away.
-    pub fn at_end(&mut self, at_end: AtEnd) {
-        self.0.at_end = Some(at_end);
+    /// `observer` follows the rest of the body.
+    pub fn observe(&mut self, observer: Box<dyn BodyObserver>) {
+        self.0.observer = Some(observer);
+    }
+
+    /// The whole body, if the gateway made it.
+    pub fn local(&self) -> Option<Bytes> {
+        let Content::Local(bytes) = &self.0.content else { return None };
+        Some(bytes.clone().unwrap_or_default())
     }
 
     /// Takes a body that the gateway made, as a whole.
@@ -213,13 +230,8 @@ impl HttpBody for ResponseBody {
                 Err(error) => record.record_upstream_abort(error),
             }
         }
-        let trailers = match &frame {
-            Poll::Ready(None) => Some(None),
-            Poll::Ready(Some(Ok(frame))) => frame.trailers_ref().map(Some),
-            Poll::Ready(Some(Err(_))) | Poll::Pending => None,
-        };
-        if let (Some(trailers), true) = (trailers, this.at_end.is_some()) {
-            this.at_end.take().into_iter().for_each(|at_end| at_end(trailers));
+        if this.observer.is_some() {
+            this.observer = this.observer.take().and_then(|observer| observe(observer, &frame));
         }
         if let Poll::Ready(Some(Err(error))) = frame {
             // h2 drops what it has queued when a stream is reset. Returning `Pending` once lets the connection send the head and
@@ -248,13 +260,37 @@ impl HttpBody for ResponseBody {
     }
 }
 
+/// Shows the observer a frame. Returns the observer unless the body has ended.
+#[inline(never)]
+fn observe(
+    mut observer: Box<dyn BodyObserver>,
+    frame: &Poll<Option<Result<Frame<Bytes>, UpstreamBodyError>>>,
+) -> Option<Box<dyn BodyObserver>> {
+    let end = match frame {
+        Poll::Pending => return Some(observer),
+        Poll::Ready(None) => BodyEnded::Complete(None),
+        Poll::Ready(Some(Err(_))) => BodyEnded::Aborted,
+        Poll::Ready(Some(Ok(frame))) => match (frame.data_ref(), frame.trailers_ref()) {
+            (None, Some(trailers)) => BodyEnded::Complete(Some(trailers)),
+            (data, _) => {
+                observer.data(data.map_or(&[], |data| data));
+                return Some(observer);
+            }
+        },
+    };
+    observer.end(end);
+    None
+}
+
 impl Drop for ResponseBody {
     fn drop(&mut self) {
-        if self.is_end_stream() {
-            // A body of known length is often not polled beyond its last byte.
-            self.0.at_end.take().into_iter().for_each(|at_end| at_end(None));
-        } else if let Some(record) = &mut self.0.record {
+        // A body of known length is often not polled beyond its last byte.
+        let is_complete = self.is_end_stream();
+        if let (false, Some(record)) = (is_complete, &mut self.0.record) {
             record.record_truncation();
+        }
+        if let Some(observer) = self.0.observer.take() {
+            observer.end(if is_complete { BodyEnded::Complete(None) } else { BodyEnded::Aborted });
         }
     }
 }

@@ -1,13 +1,19 @@
-//! Settles charges that depend on the response: a cost that the response states, and `count_when`.
+//! Settles charges that depend on the response: a cost that the response states, in its head or by the usage in its body, and
+//! `count_when`.
 
+use std::cell::RefCell;
 use std::rc::Rc;
 
-use http::{HeaderMap, Response, StatusCode};
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName};
+use http::{HeaderMap, Request, Response, StatusCode};
 use http_body::Body as _;
 
-use super::response::ResponseBody;
+use super::response::{BodyEnded, BodyObserver, ResponseBody};
 use super::worker_config::WorkerConfig;
 use super::worker_state::{DecidedBy, WorkerState};
+use crate::upstream::request_body::RequestBody;
+use transom_config::RouteId;
+use transom_http::error::RequestError;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::rule_set::KeyedRequest;
@@ -15,10 +21,12 @@ use transom_limiter::store_key::StoreKeys;
 use transom_rules::RouteRulesId;
 use transom_rules::compiled_config::RouteRules;
 use transom_rules::ratelimit_headers::RateLimitFields;
-use transom_rules::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule, grpc_status};
+use transom_rules::response_cost::{BodyEnd, FinalCost, GRPC_UNKNOWN, ResponseCostRule, ResponseEnd, grpc_status};
 use transom_store::counter_access::RequestKeys;
 use transom_store::scripts::Refund;
 use transom_store::settlement::RuleCharges;
+use transom_usage::usage::{Kind, Usage};
+use transom_usage::usage_reader::{Missing, UsageReader};
 
 /// An admitted request whose cost is not known yet. Dropped without a response, as when the client goes away, it keeps its
 /// charges.
@@ -32,7 +40,16 @@ pub struct PendingCost {
     /// Refunds of what the shared store has charged, with the rule.
     refunds: Vec<(PlanPosition, Refund)>,
     store_keys: StoreKeys,
+    /// `None` before the request is forwarded.
+    route: Option<RouteId>,
+    /// Reads the model that the request names, if costs depend on it.
+    request_reader: Option<RequestReader>,
+    /// Set if the response is an error of the gateway: whether a server may have received the request.
+    failed: Option<bool>,
 }
+
+/// Shared with the body of the request, which outlives the response at times.
+type RequestReader = Rc<RefCell<Option<UsageReader>>>;
 
 /// What one rule has charged, and whether the difference to its cost was charged or refunded.
 struct PendingCharges {
@@ -48,7 +65,7 @@ impl PendingCost {
         refunds: &[(PlanPosition, Refund)],
         store_keys: impl FnOnce() -> StoreKeys,
     ) -> Option<Box<PendingCost>> {
-        let response_costs = &by.rules().response_costs;
+        let response_costs = &by.rules().response_costs.rules;
         if response_costs.is_empty() {
             return None;
         }
@@ -66,6 +83,9 @@ impl PendingCost {
             charged: charged.collect(),
             refunds: refunds.to_vec(),
             store_keys: store_keys(),
+            route: None,
+            request_reader: None,
+            failed: None,
         }))
     }
 
@@ -74,39 +94,83 @@ impl PendingCost {
     pub fn add_recharge(&mut self, rules: &RouteRules, context: &DecisionContext, refunds: &[(PlanPosition, Refund)]) {
         self.refunds.extend_from_slice(refunds);
         for (rule, charged) in
-            rules.response_costs.iter().zip(&mut self.charged).filter(|(_, charged)| !charged.is_settled)
+            rules.response_costs.rules.iter().zip(&mut self.charged).filter(|(_, charged)| !charged.is_settled)
         {
             charged.charges.add(context, rule.position);
         }
     }
 
+    /// The request is forwarded. If costs depend on its model, its body is read as it passes.
+    pub fn begin_forwarding(&mut self, route: RouteId, request: &mut Request<RequestBody>) {
+        self.route = Some(route);
+        let Some(plan) = &self.config.served.route_rules[self.rules_id].response_costs.model_plan else { return };
+        let coding = joined(request.headers(), CONTENT_ENCODING);
+        // JSON, whatever the client calls it.
+        let reader: RequestReader = Rc::new(RefCell::new(Some(UsageReader::new(plan, None, coding.as_deref()))));
+        self.request_reader = Some(Rc::clone(&reader));
+        request.body_mut().observe(Box::new(move |bytes| {
+            reader.borrow_mut().iter_mut().for_each(|reader| reader.push(bytes));
+        }));
+    }
+
+    /// The response is an error of the gateway.
+    pub fn forwarding_failed(&mut self, error: &RequestError) {
+        self.failed = Some(error.may_follow_forwarding());
+    }
+
     /// Charges or refunds the difference to what was charged. Returns the RateLimit fields as of then, or `None` if nothing
-    /// has changed. Rules that count by the trailers are settled at the end of the body.
+    /// has changed. Rules that count by the body or the trailers are settled at the end of the body.
     pub fn settle(mut self: Box<Self>, response: &mut Response<ResponseBody>) -> Option<RateLimitFields> {
         let code_at_end = || response.body().is_end_stream().then_some(GRPC_UNKNOWN);
-        let code = grpc_status(response.headers()).or_else(code_at_end);
-        let is_changed = self.settle_rules(response.status(), response.headers(), code);
-        let fields = is_changed
-            .then(|| self.config.rate_limit_fields(self.rules_id, &self.keyed_requests, &self.worker.counters));
-        if self.charged.iter().any(|charged| !charged.is_settled) {
-            let (status, headers) = (response.status(), response.headers().clone());
-            response.body_mut().at_end(Box::new(move |trailers| {
-                let code = trailers.and_then(grpc_status).unwrap_or(GRPC_UNKNOWN);
-                self.settle_rules(status, &headers, Some(code));
-            }));
+        let grpc_status = grpc_status(response.headers()).or_else(code_at_end);
+        let head = ResponseEnd { status: response.status(), headers: response.headers(), grpc_status, body: None };
+        let mut is_changed = self.settle_rules(&head);
+        if self.is_settled() {
+            return is_changed.then(|| self.fields());
         }
-        fields
+        let (status, headers) = (response.status(), response.headers().clone());
+        let plan = self.config.served.route_rules[self.rules_id].response_costs.reading_plan.as_ref();
+        let field = |name| joined(&headers, name);
+        let reader =
+            plan.map(|plan| UsageReader::new(plan, field(CONTENT_TYPE).as_deref(), field(CONTENT_ENCODING).as_deref()));
+        let mut reading = Box::new(BodyReading { pending_cost: self, status, headers, reader, bytes: 0 });
+        let local = response.body().local();
+        if local.is_none() && !response.body().is_end_stream() {
+            let fields = is_changed.then(|| reading.pending_cost.fields());
+            response.body_mut().observe(reading);
+            return fields;
+        }
+        // The whole body is here already, so the fields can state the cost.
+        reading.data(&local.unwrap_or_default());
+        is_changed |= reading.settle(BodyEnded::Complete(None));
+        is_changed.then(|| reading.pending_cost.fields())
+    }
+
+    fn is_settled(&self) -> bool {
+        self.charged.iter().all(|charged| charged.is_settled)
+    }
+
+    fn fields(&self) -> RateLimitFields {
+        self.config.rate_limit_fields(self.rules_id, &self.keyed_requests, &self.worker.counters)
     }
 
     /// Settles the rules whose cost is known; `true` if a counter may have changed.
-    fn settle_rules(&mut self, status: StatusCode, headers: &HeaderMap, grpc_status: Option<u8>) -> bool {
+    fn settle_rules(&mut self, response: &ResponseEnd<'_>) -> bool {
         let config = Rc::clone(&self.config);
-        let mut is_changed = false;
-        for (nth, rule) in config.served.route_rules[self.rules_id].response_costs.iter().enumerate() {
+        let (mut is_changed, mut missing) = (false, None);
+        for (nth, rule) in config.served.route_rules[self.rules_id].response_costs.rules.iter().enumerate() {
             if self.charged[nth].is_settled {
                 continue;
             }
-            let cost = match rule.final_cost(status, headers, grpc_status) {
+            let charged = self.keyed_requests[rule.position].map_or(0, |keyed_request| keyed_request.cost);
+            let final_cost = match self.failed {
+                Some(may_be_received) if rule.reads_usage() => match !may_be_received && rule.refunds_unsent() {
+                    true => FinalCost::Stated(0),
+                    false => FinalCost::AsCharged,
+                },
+                _ => rule.final_cost(response, charged),
+            };
+            let cost = match final_cost {
                 FinalCost::KnownAtEnd => continue,
                 FinalCost::AsCharged => None,
                 FinalCost::Stated(cost) => Some(cost),
@@ -116,12 +180,20 @@ impl PendingCost {
                 }
             };
             self.charged[nth].is_settled = true;
+            let usage = response.body.filter(|_| self.failed.is_none()).and_then(|body| rule.usage(body.reading));
+            match usage {
+                Some(Ok(usage)) => self.record_usage(nth, &usage),
+                // Errors of a server state no usage.
+                Some(Err(reason)) if !rule.refunds(response.status) => missing = missing.or(Some((rule, reason))),
+                _ => {}
+            }
             is_changed |= cost.is_some();
             if let Some(cost) = cost {
                 let charges = &self.charged[nth].charges;
                 self.worker.counters.settle(self.keys(), rule.position, charges, &self.refunds, cost);
             }
         }
+        missing.into_iter().for_each(|(rule, reason)| self.record_missing(rule, reason));
         is_changed
     }
 
@@ -133,11 +205,90 @@ impl PendingCost {
         }
     }
 
+    /// Counts the usage that a body has stated for the rule at a position in the list of rules with such costs.
+    fn record_usage(&self, nth: usize, usage: &Usage) {
+        if let Some(metrics) = self.route.and_then(|route| self.config.usage_metrics[route].as_ref()) {
+            Kind::ALL.into_iter().for_each(|kind| metrics.used(nth, kind as usize, usage[kind].rounded_up()));
+        }
+    }
+
+    /// Counts a response without the usage that a rule reads, and logs the reason when it begins. Clients that go away are none.
+    #[cold]
+    fn record_missing(&self, rule: &ResponseCostRule, missing: Missing) {
+        let served = &self.config.served;
+        let Some(route) = self.route else { return };
+        self.config.usage_metrics[route].iter().for_each(|metrics| metrics.missing(missing as usize));
+        let fix = match missing {
+            Missing::Aborted => return,
+            Missing::Absent => {
+                "the server has to state it; OpenAI streams do if requests have `stream_options.include_usage`, other members are \
+                 read with `usage = { json = [POINTER] }`"
+            }
+            Missing::Compressed => "its Content-Encoding cannot be decoded: remove Accept-Encoding from requests",
+            Missing::TooLarge => "its Content-Encoding expands too much: remove Accept-Encoding from requests",
+            Missing::NotJson => "it is no JSON: use the rule on other routes only, or a cost from a response header",
+        };
+        let (name, upstream) = (served.route_name(route), served.routes[route].upstream);
+        let upstream = upstream.map_or("", |upstream| &served.config.upstreams[upstream].name);
+        let rule = &*served.route_rules[self.rules_id].charge_plan.rule(rule.position).rule.name;
+        let (cause, reason) = (format!("usage {} {name}", missing.name()), missing.name());
+        if let Some(suppressed) = self.worker.log_throttle.allow(&cause, self.worker.clock.instant()) {
+            tracing::warn!(route = name, upstream, rule, reason, suppressed, "a response states no usage: {fix}");
+        }
+    }
+
     fn keys(&self) -> RequestKeys<'_> {
         RequestKeys {
             charge_plan: &self.config.served.route_rules[self.rules_id].charge_plan,
             keyed_requests: &self.keyed_requests,
             store_keys: &self.store_keys,
         }
+    }
+}
+
+/// The lines of a field as one. Several codings in several lines are none that is decoded.
+fn joined(headers: &HeaderMap, name: HeaderName) -> Option<Vec<u8>> {
+    let lines: Vec<&[u8]> = headers.get_all(name).iter().map(|value| value.as_bytes()).collect();
+    (!lines.is_empty()).then(|| lines.join(&b", "[..]))
+}
+
+/// Reads the body of a response until the rules can be settled.
+struct BodyReading {
+    pending_cost: Box<PendingCost>,
+    status: StatusCode,
+    headers: HeaderMap,
+    /// `None`: no rule reads usage, and the trailers decide.
+    reader: Option<UsageReader>,
+    bytes: u64,
+}
+
+impl BodyReading {
+    /// `true` if a counter may have changed.
+    fn settle(&mut self, end: BodyEnded<'_>) -> bool {
+        let (trailers, is_aborted) = match end {
+            BodyEnded::Complete(trailers) => (Some(trailers), false),
+            BodyEnded::Aborted => (None, true),
+        };
+        // Without its trailers, `count_when` counts a response as if it matched.
+        let in_trailers = |trailers: Option<&HeaderMap>| trailers.and_then(grpc_status).unwrap_or(GRPC_UNKNOWN);
+        let grpc_status = grpc_status(&self.headers).or_else(|| trailers.map(in_trailers));
+        let reading = self.reader.take().map(|reader| reader.finish(is_aborted));
+        let request = self.pending_cost.request_reader.as_ref().and_then(|reader| reader.borrow_mut().take());
+        let request = request.map(|reader| reader.finish(true));
+        let model = request.as_ref().and_then(|reading| reading.model());
+        let body = reading.as_ref().map(|reading| BodyEnd { reading, model, bytes: self.bytes, is_aborted });
+        let response = ResponseEnd { status: self.status, headers: &self.headers, grpc_status, body: body.as_ref() };
+        self.pending_cost.settle_rules(&response)
+    }
+}
+
+impl BodyObserver for BodyReading {
+    fn data(&mut self, bytes: &[u8]) {
+        self.bytes += bytes.len() as u64;
+        self.reader.iter_mut().for_each(|reader| reader.push(bytes));
+    }
+
+    fn end(mut self: Box<Self>, end: BodyEnded<'_>) {
+        self.settle(end);
     }
 }

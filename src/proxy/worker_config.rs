@@ -42,12 +42,14 @@ use transom_runtime::clock::Clock;
 use transom_runtime::metrics::clients::ClientMetrics;
 use transom_runtime::metrics::events::{
     ConcurrencyGauge, DelayGauge, DenialMetrics, DroppedMarks, DroppedSpans, RefundCounter, RouteMetrics,
-    UpstreamMetrics, WindowMetrics,
+    UpstreamMetrics, UsageMetrics, WindowMetrics,
 };
 use transom_runtime::metrics::storage::GaugeGuard;
 use transom_runtime::metrics::upstream::{ActiveGauge, ConnectionGauge, RetryMetrics};
 use transom_runtime::metrics::{Registry, WorkerId};
 use transom_store::counter_access::CounterAccess;
+use transom_usage::usage::Kind;
+use transom_usage::usage_reader::Missing;
 
 pub struct WorkerConfig {
     pub served: Arc<ServedConfig>,
@@ -60,6 +62,8 @@ pub struct WorkerConfig {
     pub delay_gauges: IdVec<RuleId, Option<DelayGauge>>,
     /// `None` for rules without `count_when`.
     pub refund_counters: IdVec<RuleId, Option<RefundCounter>>,
+    /// `None` for routes without a cost by usage.
+    pub usage_metrics: IdVec<RouteId, Option<Box<UsageMetrics>>>,
     /// `RateLimit-Policy`. A copy per worker, so that workers do not contend for its reference count.
     pub policy_fields: IdVec<RouteRulesId, Option<HeaderValue>>,
     pub denials: DenialMetrics,
@@ -120,6 +124,22 @@ pub struct DecisionBuffers {
     pub params: Vec<Range<usize>>,
     pub text: Vec<u8>,
     pub refusal_cache: RefusalCache,
+}
+
+/// The metrics of a route with a cost by usage.
+fn usage_metrics(
+    registry: &Registry,
+    worker_id: WorkerId,
+    served: &ServedConfig,
+    id: RouteId,
+) -> Option<Box<UsageMetrics>> {
+    let RouteRules { charge_plan, response_costs, .. } = served.rules_of(&served.routes[id]);
+    response_costs.reading_plan.as_ref()?;
+    let rules = response_costs.rules.iter().map(|rule| &*charge_plan.rule(rule.position).rule.name);
+    let (rules, kinds) = (rules.collect::<Vec<_>>(), Kind::ALL.map(Kind::name));
+    let reasons = Missing::ALL.map(Missing::name);
+    let name = served.route_name(id);
+    Some(Box::new(UsageMetrics::new((registry, worker_id), name, &rules, &kinds, &reasons)))
 }
 
 impl WorkerConfig {
@@ -215,6 +235,7 @@ impl WorkerConfig {
             concurrency_gauges: served.rule_set.rules.iter().map(concurrency_gauge).collect(),
             delay_gauges: served.rule_set.rules.iter().map(delay_gauge).collect(),
             refund_counters: config.rules.map(refund_counter),
+            usage_metrics: served.routes.ids().map(|id| usage_metrics(registry, worker_id, &served, id)).collect(),
             policy_fields: served.route_rules.iter().map(|rules| rules.rate_limit_template.constant_policy()).collect(),
             client_metrics,
             denials,

@@ -26,6 +26,16 @@ pub enum BodySource {
     /// Read from the connection of the client.
     Http1(Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>),
     Http2(Http2Body),
+    Observed(Box<ObservedBody>),
+}
+
+/// Is shown the data of a body.
+pub type DataObserver = Box<dyn FnMut(&[u8])>;
+
+/// A body whose data is shown to an observer as it passes.
+pub struct ObservedBody {
+    body: BodySource,
+    observer: DataObserver,
 }
 
 /// The body on an HTTP/2 stream.
@@ -50,6 +60,13 @@ impl BodySource {
             BodySource::Empty => Poll::Ready(None),
             BodySource::Http1(body) => body.as_mut().poll_frame(cx),
             BodySource::Http2(body) => body.poll_frame(cx),
+            BodySource::Observed(observed) => {
+                let frame = observed.body.poll_frame(cx);
+                if let Poll::Ready(Some(Ok(frame))) = &frame {
+                    frame.data_ref().into_iter().for_each(|data| (observed.observer)(data));
+                }
+                frame
+            }
         }
     }
 
@@ -58,6 +75,7 @@ impl BodySource {
             BodySource::Empty => true,
             BodySource::Http1(body) => body.is_end_stream(),
             BodySource::Http2(body) => body.stream.is_end_stream(),
+            BodySource::Observed(observed) => observed.body.is_end_stream(),
         }
     }
 
@@ -66,6 +84,7 @@ impl BodySource {
             BodySource::Empty => SizeHint::with_exact(0),
             BodySource::Http1(body) => body.size_hint(),
             BodySource::Http2(body) => body.bytes_left.map_or_else(SizeHint::default, SizeHint::with_exact),
+            BodySource::Observed(observed) => observed.body.size_hint(),
         }
     }
 }
@@ -227,6 +246,15 @@ impl RequestBody {
             return RequestBody::Empty;
         }
         RequestBody::Client(Box::new(Upload { body, progress: Rc::default(), limits: limits(), replay: None }))
+    }
+
+    /// Shows the data of the client to an observer as it passes.
+    pub fn observe(&mut self, observer: DataObserver) {
+        if let RequestBody::Client(upload) = self
+            && let Some(body) = upload.body.body.take()
+        {
+            upload.body.body = Some(BodySource::Observed(Box::new(ObservedBody { body, observer })));
+        }
     }
 
     /// The upload's progress; `None` if there is no body.

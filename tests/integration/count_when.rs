@@ -311,7 +311,7 @@ fn gateways_share_failed_logins() {
 }
 
 /// The configuration of a guide, with another address for the gateway and its server.
-fn documented(page: &str, upstream: SocketAddr) -> String {
+pub fn documented(page: &str, upstream: SocketAddr) -> String {
     let text = std::fs::read_to_string(format!("{}/docs/guides/{page}", env!("CARGO_MANIFEST_DIR"))).unwrap();
     let (_, snippet) = text.split_once("```toml\n").unwrap();
     let toml = snippet.split("```").next().unwrap();

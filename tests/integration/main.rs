@@ -138,6 +138,7 @@ mod upstream_http2_violations;
 mod upstream_request_limits;
 mod upstream_streams;
 mod upstream_tls;
+mod usage_cost;
 mod websocket;
 mod websocket_clients;
 mod websocket_streams;

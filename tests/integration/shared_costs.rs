@@ -66,6 +66,20 @@ fn a_response_cost_holds_its_limit_in_each_mode() {
     }
 }
 
+/// The cost is known at the end of the body, after the head was sent.
+#[test]
+fn usage_in_a_body_holds_its_limit_in_each_mode() {
+    let redis = RedisServer::start();
+    let upstream = Upstream::responding(|_| reply(200, &[], b"{\"usage\":{\"total_tokens\":4}}"));
+    for mode in MODES {
+        let rule = format!(
+            "key = \"ip\"\nshared = \"{mode}\"\ncost = {{ usage = \"auto\", reserve = 1 }}\nwindows = [\"10/{WINDOW}\"]"
+        );
+        let gateway = start(&redis, &upstream, "timeout = \"10s\"", &[(&format!("usage-{mode}"), &rule)]);
+        assert_eq!(admitted(&mut gateway.client(), "/", 20), 3, "{mode}");
+    }
+}
+
 #[test]
 fn a_response_cost_holds_a_sliding_limit_with_leases() {
     let (redis, upstream) = (RedisServer::start(), upstream_with_cost());

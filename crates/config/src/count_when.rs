@@ -69,7 +69,7 @@ fn check_count_when(_: &mut CountWhen, table: &Table, report: &mut Report) {
     }
 }
 
-fn read_statuses(item: &Item, report: &mut Report) -> Option<Vec<RangeInclusive<u16>>> {
+pub fn read_statuses(item: &Item, report: &mut Report) -> Option<Vec<RangeInclusive<u16>>> {
     read_list(item, STATUS_EXAMPLE, report, |item, report| {
         let DeValue::String(text) = item.value else {
             let status = u16::try_from(item.integer(100..=599, report)?).ok()?;

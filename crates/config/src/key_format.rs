@@ -6,6 +6,7 @@
 
 use super::diagnostics::{Parsed, Report, Span, quoted};
 use super::redis::{Nodes, StoreConfig};
+use super::rule::stated_by;
 use super::settings::Word;
 use super::template::split_variables;
 use super::toml_reader::{SpannedStr, Table};
@@ -69,7 +70,7 @@ pub fn check_key_format(rule: &Rule, table: &Table, report: &mut Report) {
         () if matches!(rule.on_missing, OnMissing::Fallback(_)) => "another key in `on_missing_key`",
         () if rule.penalty_ms.is_some() => "`penalty`",
         () if rule.delays() => "`on_limit = \"delay\"`",
-        () if rule.has_response_cost() => "a cost from a response header",
+        () if rule.has_response_cost() => stated_by(rule),
         () if limits().any(|limit| limit.capacity.is_some()) => "`capacity`",
         () if rule.reserves() => "`reserve`",
         () if limits().any(|limit| limit.shards > 1) => "`shards`",

@@ -55,6 +55,7 @@ pub mod span_export;
 pub mod template;
 pub mod toml_reader;
 pub mod upstream;
+pub mod usage_cost;
 pub mod values;
 pub mod window;
 

@@ -3,12 +3,12 @@
 //! This file checks each rule by itself. `route` checks that the key of a rule exists on the routes that use the rule.
 
 use std::collections::BTreeSet;
-use std::ops::Deref;
+use std::ops::{Deref, RangeInclusive};
 use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::count_when::CountWhen;
+use super::count_when::{CountWhen, read_statuses};
 use super::descriptor::{Descriptor, check_descriptor};
 use super::diagnostics::{Report, Span, quoted};
 use super::key::{KeySettings, OnUnknownKey};
@@ -22,6 +22,7 @@ use super::settings::{
     Boolean, Choice, Custom, DAY_MS, Inline, Integer, Optional, Section, Shape, Time, TimeOrZero, Word,
 };
 use super::toml_reader::{Item, Table};
+use super::usage_cost::{FAILED, ON_MISSING_USAGE, OnMissingUsage, UsageCost, report_without_usage, usage, weights};
 use super::values::{Definitions, parse_field_name, read_field_name};
 use super::window::{
     concurrent, layers_are_comparable, report_unreachable_layers, require_limits, suggest_windows, windows,
@@ -30,6 +31,8 @@ use transom_limiter::handles::RuleId;
 use transom_limiter::key::OnMissing;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyFormat, OnLimit, OnOutage, Rule, Sharing};
+use transom_usage::usage::ModelWeights;
+use transom_usage::usage_reader::UsageSource;
 
 /// `headers` of the configuration and of rules.
 pub const RATE_LIMIT_STYLES: [(&str, RateLimitStyle); 4] = [
@@ -107,7 +110,7 @@ settings! {
 }
 
 settings! {
-    /// A cost that a field of the request or of the response states.
+    /// A cost that a field of the request, or the response states.
     pub struct CostSettings checked by check_cost_table {
         /// Field of the request with the cost: a whole number from 0 to `max`. Another value, or a field given twice, gets
         /// 400. A cost of 0 takes nothing, and is admitted even if nothing is left or the limit is exceeded, so only let trusted
@@ -117,13 +120,30 @@ settings! {
         /// response head arrives, before the `RateLimit` fields are computed. If the window has too few tokens left, later
         /// windows grant that much less.
         response_header as "response-header": Option<String> = COST_FIELD;
+        /// The usage that the response states, in its body. `"auto"`: in the members of [the known APIs](#usage), as JSON or as a
+        /// stream of events. The difference from `reserve` is charged or refunded at the end of the body.
+        usage: Option<UsageSource> = usage();
+        /// With `usage`: [factor of each kind](#usage). Without it: every kind counts once.
+        weights: Option<ModelWeights> = weights();
+        /// With `usage`: what a response costs that states none. `"reserve"`: what was charged in advance. `"estimate"`: a quarter
+        /// of the bytes of its body, and at least what was charged in advance.
+        on_missing_usage: OnMissingUsage = Choice(OnMissingUsage::Reserve, &ON_MISSING_USAGE);
+        /// With `usage` or `response-header`: statuses such as `429` and `"5xx"` of the server for which a response costs nothing
+        /// that states no cost. With `usage`, the default is `["4xx", "5xx"]`, and requests that reach no server cost nothing
+        /// either, unless the list is empty.
+        refund_on: Option<Vec<RangeInclusive<u16>>> = Optional(Custom::or_empty(
+            Shape::list_of(vec![Shape::Integer(100..=599), Shape::Text("`\"4xx\"`")]),
+            read_refund_statuses,
+        ));
         /// With `request-header`: cost without the field.
         default: u32 = Integer(1, 0..=COST_MAX);
-        /// With `response-header`: charged in advance, and the whole charge if the field is missing or unclear. A client that
-        /// disconnects before the response head pays `reserve`, so set it to the usual cost. With 0 a request takes nothing until
-        /// its response, and is admitted while a token is left; the store then decides each request, as with `shared = "exact"`.
+        /// With `response-header` and `usage`: charged in advance, and the whole charge if the response states no cost, or an unclear
+        /// one. A client that disconnects before the response head pays `reserve`, so set it to the usual cost. With 0 a request
+        /// takes nothing until its response, and is admitted while a token is left; the store then decides each request, as with
+        /// `shared = "exact"`.
         reserve: u32 = Integer(1, 0..=COST_MAX);
-        /// Greatest cost. Without it: the smallest capacity of the rule's layers, or of a plan or override if that is larger.
+        /// Greatest cost. Without it: the smallest capacity of the rule's layers, or of a plan or override if that is larger. With
+        /// `usage`: greatest `reserve`; usage is charged whole.
         max: Option<u32> = Optional(Integer(100, 1..=COST_MAX));
     }
 }
@@ -160,6 +180,10 @@ pub struct GatewayRule {
     pub refusal: RefusalResponse,
     /// The responses whose requests it counts; `None`: all.
     pub count_when: Option<CountWhen>,
+    /// The usage that is the cost; `None`: another cost.
+    pub usage: Option<UsageCost>,
+    /// Statuses of the upstream with which a request costs nothing, unless its response states a cost.
+    pub refund_on: Vec<RangeInclusive<u16>>,
     /// What happens to keys that name no client.
     pub on_unknown_key: OnUnknownKey,
     /// The descriptors that it answers to.
@@ -201,7 +225,7 @@ pub struct CheckedRule {
 #[derive(Clone, PartialEq, Debug)]
 pub enum WrittenCost {
     Fixed(u32),
-    Stated(CostSettings),
+    Stated(Box<CostSettings>),
 }
 
 pub fn read_rules(
@@ -218,6 +242,8 @@ pub fn read_rules(
             rate_limit_style,
             refusal: RefusalResponse::default(),
             count_when: None,
+            usage: None,
+            refund_on: Vec::new(),
             on_unknown_key: OnUnknownKey::Count,
             descriptor: None,
         };
@@ -286,7 +312,7 @@ fn read_rule(
         report_settings_of_windows(&table, report);
     }
     // A refund comes with the response: by then the lease of a sliding window may have ended.
-    let has_refunds = settings.count_when.is_some() || matches!(rule.cost, Cost::Response { .. });
+    let has_refunds = settings.count_when.is_some() || rule.has_response_cost();
     if rule.sharing == Sharing::Lease && has_refunds && rule.has_sliding_windows() {
         rule.sharing = Sharing::Exact;
     }
@@ -309,6 +335,16 @@ fn read_rule(
         retry_jitter_s: settings.retry_jitter.as_millis().div_ceil(1000) as u64,
     };
     gateway_rule.count_when = settings.count_when;
+    if let WrittenCost::Stated(cost) = settings.cost {
+        let cost = *cost;
+        gateway_rule.refund_on = match (cost.refund_on, &cost.usage) {
+            (Some(statuses), _) => statuses,
+            (None, Some(_)) => FAILED.to_vec(),
+            (None, None) => Vec::new(),
+        };
+        let weights = cost.weights.unwrap_or_default();
+        gateway_rule.usage = cost.usage.map(|source| UsageCost { source, weights, on_missing: cost.on_missing_usage });
+    }
     gateway_rule.descriptor = settings.descriptor;
 }
 
@@ -399,7 +435,7 @@ fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
     };
     let has_sharded_account = limits().any(|limit| limit.shards > 1 && is_account(limit));
     let excludes_shards = match (&rule.cost, rule.on_limit) {
-        (Cost::Response { .. }, _) => Some("a cost from a response header"),
+        (Cost::Response { .. }, _) => Some(stated_by(rule)),
         (_, OnLimit::Delay { .. }) => Some("`on_limit = \"delay\"`"),
         _ if has_sharded_account && rule.count_refused => Some("`count_refused` and `capacity` or `reserve`"),
         _ if has_sharded_account && rule.sharing != Sharing::Local => Some(
@@ -443,7 +479,7 @@ fn read_cost(item: &Item, report: &mut Report) -> Option<WrittenCost> {
     match item.value {
         DeValue::Table(_) => {
             let table = item.table("the cost", COST_FORMS, report)?;
-            Some(WrittenCost::Stated(CostSettings::read_all(table, report)))
+            Some(WrittenCost::Stated(Box::new(CostSettings::read_all(table, report))))
         }
         DeValue::String(text) if text.contains(':') || text.starts_with(|c: char| c.is_ascii_alphabetic()) => {
             let name = parse_field_name(text.trim_start_matches("header:"));
@@ -454,32 +490,58 @@ fn read_cost(item: &Item, report: &mut Report) -> Option<WrittenCost> {
     }
 }
 
-/// The key of the header setting alone decides which of the two forms is meant.
+/// The cost of a rule with [`Cost::Response`], in messages.
+pub fn stated_by(rule: &Rule) -> &'static str {
+    match rule.cost {
+        Cost::Response { header: None, .. } => "a cost by `usage`",
+        _ => "a cost from a response header",
+    }
+}
+
+fn read_refund_statuses(item: &Item, report: &mut Report) -> Option<Vec<RangeInclusive<u16>>> {
+    let is_empty = matches!(item.value, DeValue::Array(list) if list.is_empty());
+    if is_empty { Some(Vec::new()) } else { read_statuses(item, report) }
+}
+
+/// Where the cost is stated: the key, and which of the keys of the amount is of use with it, and which is not.
+const COST_SOURCES: [(&str, &str, &str); 3] = [
+    ("request-header", "default", "reserve"),
+    ("response-header", "reserve", "default"),
+    ("usage", "reserve", "default"),
+];
+
+/// The key of the source alone decides which of the forms is meant.
 fn check_cost_table(cost: &mut CostSettings, table: &mut Table, report: &mut Report) {
-    for key in ["response-body", "request-body"] {
-        let fix = "a cost is read from a field: have the upstream state it, and write `response-header = \"x-cost\"`";
-        table.suggest_for(key, "response-header", fix);
-    }
-    let (header, key, unused, default) = match (table.given("request-header"), table.given("response-header")) {
-        (Some(header), None) => (header, "default", "reserve", cost.default),
-        (None, Some(header)) => (header, "reserve", "default", cost.reserve),
-        (Some(_), Some(second)) => {
-            let message = "`request-header` and `response-header` are both given";
-            return report.problem(second.key_span, message, "keep one of the two");
+    table.suggest_for("response-body", "usage", "write `usage = { json = [\"/usage/total_tokens\"] }`");
+    let fix =
+        "a cost is read from a field, or from the response: write `request-header = \"x-cost\"`, or `usage = \"auto\"`";
+    table.suggest_for("request-body", "request-header", fix);
+    let mut given = COST_SOURCES.iter().filter_map(|source| Some((table.given(source.0)?, source)));
+    let Some((item, (source, key, unused))) = given.next() else {
+        if COST_SOURCES.iter().all(|(source, ..)| table.lacks(source)) {
+            let fix =
+                "write `request-header = \"x-cost\"`, or `response-header` or `usage` if the upstream reports the cost";
+            let message = "the cost has neither `request-header` nor `response-header` nor `usage`";
+            report.problem(table.span.clone(), message, fix);
         }
-        (None, None) => {
-            if table.lacks("request-header") && table.lacks("response-header") {
-                let fix = "write `request-header = \"x-cost\"`, or `response-header` if the upstream reports the cost";
-                let message = "the cost has neither `request-header` nor `response-header`";
-                report.problem(table.span.clone(), message, fix);
-            }
-            return;
-        }
+        return;
     };
-    if let Some(item) = table.given(unused) {
-        let message = format!("`{unused}` has no effect with `{}`", header.key);
-        report.problem(item.key_span, message, format!("write `{key}`, or remove it"));
+    if let Some((second, _)) = given.next() {
+        let message = format!("`{source}` and `{}` are both given", second.key);
+        return report.problem(second.key_span, message, "keep one of the two");
     }
+    if let Some(unused) = table.given(unused) {
+        let message = format!("`{}` has no effect with `{}`", unused.key, item.key);
+        report.problem(unused.key_span, message, format!("write `{key}`, or remove it"));
+    }
+    if *source != "usage" {
+        report_without_usage(table, report);
+    }
+    if let Some(unused) = table.given("refund_on").filter(|_| *source == "request-header") {
+        let message = "`refund_on` has no effect with `request-header`";
+        report.problem(unused.key_span, message, "remove it, or see `count_when`");
+    }
+    let default = if *key == "default" { cost.default } else { cost.reserve };
     if let (Some(item), Some(max)) = (table.given(key), cost.max.filter(|max| default > *max)) {
         let message = format!("`{key}` is `{default}`, which is more than `max`, `{max}`");
         report.problem(item.span, message, format!("write at most `{max}`, or raise `max`"));
@@ -494,14 +556,18 @@ fn resolve_cost(cost: &WrittenCost, table: &Table, rule: &Rule, report: &mut Rep
     let max = |max: &Option<u32>| max.or(capacities().max()).unwrap_or(u32::MAX);
     let (cost, key) = match cost {
         WrittenCost::Fixed(cost) => (Cost::Fixed(*cost), ""),
-        WrittenCost::Stated(cost) => match (&cost.request_header, &cost.response_header) {
-            (Some(header), None) => {
+        WrittenCost::Stated(cost) => match (&cost.request_header, &cost.response_header, &cost.usage) {
+            (Some(header), None, None) => {
                 let (header, default) = (header.clone(), cost.default);
                 (Cost::Request { header, default, max: max(&cost.max) }, "default")
             }
-            (None, Some(header)) => {
-                let (header, reserve) = (header.clone(), cost.reserve);
+            (None, Some(header), None) => {
+                let (header, reserve) = (Some(header.clone()), cost.reserve);
                 (Cost::Response { header, reserve, max: max(&cost.max) }, "reserve")
+            }
+            // A reserve above a capacity is lowered to it.
+            (None, None, Some(_)) => {
+                return Cost::Response { header: None, reserve: cost.reserve.min(max(&None)), max: u32::MAX };
             }
             _ => return Cost::Fixed(1),
         },

@@ -83,6 +83,7 @@ pub static VOCABULARY: LazyLock<(String, String)> = LazyLock::new(|| {
             Shape::Boolean
             | Shape::Integer(_)
             | Shape::Share
+            | Shape::Number
             | Shape::Duration(_)
             | Shape::Size(_)
             | Shape::Text(_) => {}
@@ -100,6 +101,7 @@ impl Shape {
                 or_reference(json!({ "type": "integer", "minimum": range.start(), "maximum": range.end() }))
             }
             Shape::Share => or_reference(json!({ "type": "number", "minimum": 0, "maximum": 1 })),
+            Shape::Number => json!({ "type": "number", "minimum": 0 }),
             Shape::Duration(_) => or_reference(json!({ "type": "string", "pattern": "^[0-9]+(ms|s|m|h|d|w)$" })),
             Shape::Size(range) => {
                 let units = SIZE_UNITS.map(|(unit, _)| unit).join("|");

@@ -67,6 +67,8 @@ pub enum Shape {
     Integer(RangeInclusive<u64>),
     /// A number from 0 to 1.
     Share,
+    /// A number that is not negative.
+    Number,
     /// Bounds in milliseconds.
     Duration(RangeInclusive<u64>),
     /// Bounds in bytes.
@@ -919,6 +921,7 @@ impl Shape {
             Shape::Boolean => "boolean".to_owned(),
             Shape::Integer(range) => format!("{} to {}", grouped(range.start(), ","), grouped(range.end(), ",")),
             Shape::Share => "0 to 1".to_owned(),
+            Shape::Number => "number".to_owned(),
             Shape::Duration(range) => {
                 format!("duration, `\"{}\"` to `\"{}\"`", format_ms(*range.start()), format_ms(*range.end()))
             }

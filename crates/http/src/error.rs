@@ -285,6 +285,18 @@ impl RequestError {
         )
     }
 
+    /// Whether a server may have received the request.
+    pub fn may_follow_forwarding(&self) -> bool {
+        let is_of_upstream = matches!(
+            self,
+            RequestError::Upstream(_)
+                | RequestError::ResponseTimeout
+                | RequestError::RequestTimeout
+                | RequestError::Panic
+        );
+        is_of_upstream || self.is_of_request_body()
+    }
+
     /// The message for the log, with details that the client does not get.
     pub fn operator_message(&self) -> String {
         match self {

@@ -136,11 +136,11 @@ pub enum Cost {
         /// The greatest cost; larger values are reduced to it.
         max: u32,
     },
-    /// Stated by a response field, and charged after the response.
+    /// Stated by the response, and charged after it.
     Response {
-        /// The name of the field.
-        header: String,
-        /// Charged before the response, and the whole cost if the field is missing.
+        /// The name of the field that states the cost; `None`: the caller reads the cost elsewhere.
+        header: Option<String>,
+        /// Charged before the response, and the whole cost if the response states none.
         reserve: u32,
         /// The greatest cost; larger values are reduced to it.
         max: u32,

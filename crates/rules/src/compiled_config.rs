@@ -18,7 +18,7 @@ use crate::live_clients::LiveClients;
 use crate::overrides::Overrides;
 use crate::rate_limit_key::RuleKey;
 use crate::ratelimit_headers::RateLimitTemplate;
-use crate::response_cost::ResponseCostRule;
+use crate::response_cost::ResponseCosts;
 use crate::responses::RefusalTemplate;
 use crate::route_actions::RouteActions;
 use crate::router::Router;
@@ -108,8 +108,7 @@ pub struct RouteRules {
     pub charge_plan: ChargePlan,
     pub rule_keys: IdVec<PlanPosition, RuleKey>,
     pub rate_limit_template: RateLimitTemplate,
-    /// The rules whose charge depends on the response.
-    pub response_costs: Vec<ResponseCostRule>,
+    pub response_costs: ResponseCosts,
 }
 
 impl CompiledConfig {
@@ -261,7 +260,7 @@ impl RouteRules {
         RouteRules {
             rule_keys: charge_plan.rules().map(rule_key),
             rate_limit_template: RateLimitTemplate::new(&charge_plan, |rule| config.rules[rule].rate_limit_style),
-            response_costs: ResponseCostRule::all_of(config, charge_plan.rules()),
+            response_costs: ResponseCosts::of(config, charge_plan.rules()),
             charge_plan,
         }
     }

@@ -17,10 +17,11 @@ use transom_config::key_kind::CLIENT;
 use transom_config::route::Route;
 use transom_http::error::RequestError;
 use transom_jwt::token::TokenError;
-use transom_limiter::handles::VariantId;
+use transom_limiter::handles::{IdVec, VariantId};
 use transom_limiter::identity;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
-use transom_limiter::rule::Cost;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 
 /// Finds the key of one rule in the requests of one route.
@@ -50,7 +51,13 @@ enum MissingPart {
 #[derive(Debug)]
 enum RequestCost {
     Fixed(u32),
-    Header { name: HeaderName, default: u32, max: u32 },
+    Header {
+        name: HeaderName,
+        default: u32,
+        max: u32,
+    },
+    /// Charged in advance, if the body of the response states the cost: for each variant at most its smallest capacity.
+    Reserve(IdVec<VariantId, u32>),
 }
 
 /// The parts of a key, and the hash of everything that is the same for all requests.
@@ -184,7 +191,7 @@ impl RuleKey {
                 OnMissing::Fallback(parts) => MissingPart::Fallback(Box::new(recipe(true, parts))),
             },
             client_check: None,
-            cost: RequestCost::new(&rule.rule.cost, route),
+            cost: RequestCost::new(&rule.rule, route),
             overrides: None,
             is_by_client: rule.rule.key.iter().any(|part| CLIENT.has(part)),
         }
@@ -222,14 +229,14 @@ impl RuleKey {
             Some(Ok(RuleTreatment::Exempt)) => return Ok(None),
             Some(Ok(RuleTreatment::Variant(variant))) => variant,
             Some(Err(error)) => {
-                let cost = self.cost.of_request(request.headers, &self.rule).ok();
+                let cost = self.cost.of_request(request.headers, &self.rule, VariantId::DEFAULT).ok();
                 return Err(KeyFailure {
                     error,
                     keyed_request: cost.map(|cost| keyed_request(VariantId::DEFAULT, cost)),
                 });
             }
         };
-        Ok(Some(keyed_request(variant, self.cost.of_request(request.headers, &self.rule)?)))
+        Ok(Some(keyed_request(variant, self.cost.of_request(request.headers, &self.rule, variant)?)))
     }
 
     /// Whether the rule exempts a request for which [`RuleKey::keyed_request`] has found no key. Otherwise the rule skips the
@@ -561,8 +568,13 @@ impl KeyRecipe {
 }
 
 impl RequestCost {
-    fn new(cost: &Cost, route: &Route) -> RequestCost {
-        match (cost, route.cost) {
+    fn new(rule: &Rule, route: &Route) -> RequestCost {
+        match (&rule.cost, route.cost) {
+            (Cost::Response { header: None, reserve, .. }, _) => {
+                let capacity = |layers: &[Limit]| layers.iter().map(Limit::capacity).min().unwrap_or(u32::MAX);
+                let lowered = rule.variants().map(|layers| capacity(layers).min(*reserve));
+                RequestCost::Reserve(lowered.collect())
+            }
             (Cost::Request { header, default, max }, _) => match HeaderName::from_bytes(header.as_bytes()) {
                 Ok(name) => RequestCost::Header { name, default: *default, max: *max },
                 // The configuration check rejects invalid names.
@@ -574,9 +586,12 @@ impl RequestCost {
     }
 
     /// The cost of a request, from its header field if the rule names one.
-    fn of_request(&self, headers: &HeaderMap, rule: &str) -> Result<u32, RequestError> {
+    fn of_request(&self, headers: &HeaderMap, rule: &str, variant: VariantId) -> Result<u32, RequestError> {
         let (name, default, max) = match self {
             RequestCost::Fixed(cost) => return Ok(*cost),
+            RequestCost::Reserve(reserves) => {
+                return Ok(*reserves.get(variant).unwrap_or(&reserves[VariantId::DEFAULT]));
+            }
             RequestCost::Header { name, default, max } => (name, *default, *max),
         };
         let mut values = headers.get_all(name).iter();

@@ -1,11 +1,18 @@
-//! What a response says about the cost of its request: whether the request counts, and a cost stated in a field.
+//! What a response says about the cost of its request: whether the request counts, and a cost stated in a field or by the usage in
+//! its body.
+
+use std::ops::RangeInclusive;
+use std::sync::Arc;
 
 use http::{HeaderMap, HeaderName, StatusCode};
 
 use transom_config::Config;
 use transom_config::count_when::CountWhen;
+use transom_config::usage_cost::OnMissingUsage;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::Cost;
+use transom_usage::usage::{ModelWeights, Usage};
+use transom_usage::usage_reader::{Missing, Reading, ReadingPlan, SourceId};
 
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 /// The code of a gRPC response without a valid `grpc-status`: `UNKNOWN`.
@@ -17,14 +24,51 @@ pub struct ResponseCostRule {
     pub position: PlanPosition,
     stated: Option<StatedCost>,
     count_when: Option<CountWhen>,
+    /// Statuses with which a request costs nothing, unless its response states a cost.
+    refund_on: Vec<RangeInclusive<u16>>,
 }
 
 /// A cost that the response states.
 #[derive(Debug)]
-struct StatedCost {
-    field: HeaderName,
-    /// Upper bound of the cost.
-    max: u32,
+enum StatedCost {
+    Field {
+        name: HeaderName,
+        /// Upper bound of the cost.
+        max: u32,
+    },
+    /// In the body.
+    Usage { source: SourceId, weights: ModelWeights, on_missing: OnMissingUsage },
+}
+
+/// The responses of a list of rules: which charges depend on them, and what is read of their bodies.
+#[derive(Debug, Default)]
+pub struct ResponseCosts {
+    pub rules: Vec<ResponseCostRule>,
+    /// Without a rule by usage: `None`.
+    pub reading_plan: Option<Arc<ReadingPlan>>,
+    /// What is read of requests: their model, if costs depend on it.
+    pub model_plan: Option<Arc<ReadingPlan>>,
+}
+
+/// A response, as far as it is known.
+#[derive(Clone, Copy)]
+pub struct ResponseEnd<'a> {
+    pub status: StatusCode,
+    pub headers: &'a HeaderMap,
+    /// `None`: the trailers may state it.
+    pub grpc_status: Option<u8>,
+    /// `None` until the end of the body.
+    pub body: Option<&'a BodyEnd<'a>>,
+}
+
+/// A body that has ended.
+pub struct BodyEnd<'a> {
+    pub reading: &'a Reading,
+    /// That the request names.
+    pub model: Option<&'a str>,
+    pub bytes: u64,
+    /// Whether it broke off.
+    pub is_aborted: bool,
 }
 
 /// What a request costs in the end.
@@ -39,49 +83,106 @@ pub enum FinalCost {
     KnownAtEnd,
 }
 
-impl ResponseCostRule {
-    /// Those of `rules` whose charge depends on the response.
-    pub fn all_of(config: &Config, rules: &IdVec<PlanPosition, RuleId>) -> Vec<ResponseCostRule> {
+impl ResponseCosts {
+    /// Of `rules`, those whose charge depends on the response.
+    pub fn of(config: &Config, rules: &IdVec<PlanPosition, RuleId>) -> ResponseCosts {
+        let mut plan = ReadingPlan::with_model();
+        let (mut reads_usage, mut depends_on_model) = (false, false);
         let response_cost = |(position, rule): (PlanPosition, &RuleId)| {
             let rule = &config.rules[*rule];
-            let stated = match &rule.cost {
-                Cost::Response { header, max, .. } => {
-                    HeaderName::from_bytes(header.as_bytes()).ok().map(|field| StatedCost { field, max: *max })
+            let stated = match (&rule.usage, &rule.cost) {
+                (Some(usage), _) => {
+                    reads_usage = true;
+                    depends_on_model |= !usage.weights.is_for_all();
+                    let (source, weights) = (plan.add(&usage.source), usage.weights.clone());
+                    Some(StatedCost::Usage { source, weights, on_missing: usage.on_missing })
                 }
-                Cost::Fixed(_) | Cost::Request { .. } => None,
+                (None, Cost::Response { header: Some(header), max, .. }) => {
+                    HeaderName::from_bytes(header.as_bytes()).ok().map(|name| StatedCost::Field { name, max: *max })
+                }
+                (None, _) => None,
             };
             let count_when = rule.count_when.clone();
             let depends = stated.is_some() || count_when.is_some();
-            depends.then_some(ResponseCostRule { position, stated, count_when })
+            depends.then_some(ResponseCostRule { position, stated, count_when, refund_on: rule.refund_on.clone() })
         };
-        rules.enumerate().filter_map(response_cost).collect()
-    }
-
-    /// The cost by the head of a response. `grpc_status`: the code, if the response does not state it in its trailers.
-    pub fn final_cost(&self, status: StatusCode, headers: &HeaderMap, grpc_status: Option<u8>) -> FinalCost {
-        let counts = self.count_when.as_ref().map_or(Some(true), |count_when| count_when.counts(status, grpc_status));
-        match counts {
-            None => FinalCost::KnownAtEnd,
-            Some(false) => FinalCost::NotCounted,
-            Some(true) => self
-                .stated
-                .as_ref()
-                .and_then(|cost| cost.cost_in(headers))
-                .map_or(FinalCost::AsCharged, FinalCost::Stated),
+        let rules = rules.enumerate().filter_map(response_cost).collect();
+        ResponseCosts {
+            rules,
+            reading_plan: reads_usage.then(|| Arc::new(plan)),
+            model_plan: depends_on_model.then(|| Arc::new(ReadingPlan::of_requests())),
         }
     }
 }
 
-impl StatedCost {
-    /// The cost in a response, at most `max`. `None` if the field is absent, repeated, or not a whole number.
-    fn cost_in(&self, headers: &HeaderMap) -> Option<u32> {
-        let mut values = headers.get_all(&self.field).iter();
-        let (Some(value), None) = (values.next(), values.next()) else { return None };
-        let text = value.to_str().ok()?.trim();
-        let is_number = text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty();
-        // A number that does not fit exceeds `max`.
-        is_number.then(|| text.parse().unwrap_or(self.max).min(self.max))
+impl ResponseCostRule {
+    /// The cost by a response. `charged`: in advance.
+    pub fn final_cost(&self, response: &ResponseEnd<'_>, charged: u32) -> FinalCost {
+        let ResponseEnd { status, headers, grpc_status, body } = *response;
+        let counts = self.count_when.as_ref().map_or(Some(true), |count_when| count_when.counts(status, grpc_status));
+        let stated = match (counts, &self.stated) {
+            (None, _) => return FinalCost::KnownAtEnd,
+            (Some(false), _) => return FinalCost::NotCounted,
+            (Some(true), None) => return FinalCost::AsCharged,
+            (Some(true), Some(StatedCost::Field { name, max })) => stated_in(headers, name, *max),
+            (Some(true), Some(StatedCost::Usage { source, weights, .. })) => {
+                let Some(body) = body else { return FinalCost::KnownAtEnd };
+                let usage = body.reading.usage(*source).ok();
+                let cost = |usage| weights.of(body.model.or(body.reading.model())).cost(&usage);
+                // What is missing of a body that broke off may have cost more.
+                usage.map(cost).map(|cost| if body.is_aborted { cost.max(charged) } else { cost })
+            }
+        };
+        match stated {
+            Some(cost) => FinalCost::Stated(cost),
+            None if self.refunds(status) => FinalCost::Stated(0),
+            None => self.estimate(body, charged),
+        }
     }
+
+    /// Whether a response with this status costs nothing if it states no cost.
+    pub fn refunds(&self, status: StatusCode) -> bool {
+        self.refund_on.iter().any(|statuses| statuses.contains(&status.as_u16()))
+    }
+
+    /// Whether the body states the cost.
+    pub fn reads_usage(&self) -> bool {
+        matches!(self.stated, Some(StatedCost::Usage { .. }))
+    }
+
+    /// Whether a request that has reached no server costs nothing.
+    pub fn refunds_unsent(&self) -> bool {
+        self.reads_usage() && !self.refund_on.is_empty()
+    }
+
+    /// The usage that a body has stated; `None` for a rule that does not read it.
+    pub fn usage(&self, reading: &Reading) -> Option<Result<Usage, Missing>> {
+        let Some(StatedCost::Usage { source, .. }) = &self.stated else { return None };
+        Some(reading.usage(*source))
+    }
+
+    fn estimate(&self, body: Option<&BodyEnd<'_>>, charged: u32) -> FinalCost {
+        match (&self.stated, body) {
+            (Some(StatedCost::Usage { on_missing: OnMissingUsage::Estimate, .. }), Some(body)) => {
+                let estimate = u32::try_from(body.bytes.div_ceil(ESTIMATED_BYTES)).unwrap_or(u32::MAX);
+                FinalCost::Stated(estimate.max(charged))
+            }
+            _ => FinalCost::AsCharged,
+        }
+    }
+}
+
+/// Bytes of a body that are estimated as one token.
+const ESTIMATED_BYTES: u64 = 4;
+
+/// The cost in a field of a response, at most `max`. `None` if the field is absent, repeated, or not a whole number.
+fn stated_in(headers: &HeaderMap, name: &HeaderName, max: u32) -> Option<u32> {
+    let mut values = headers.get_all(name).iter();
+    let (Some(value), None) = (values.next(), values.next()) else { return None };
+    let text = value.to_str().ok()?.trim();
+    let is_number = text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty();
+    // A number that does not fit exceeds `max`.
+    is_number.then(|| text.parse().unwrap_or(max).min(max))
 }
 
 /// The code in `grpc-status` of a head or of trailers.

@@ -25,7 +25,7 @@ use transom_rules::access::DenyList;
 use transom_rules::compiled_config::{CompiledConfig, LiveData, RouteRules};
 use transom_rules::key_source::KeySource;
 use transom_rules::resolved_request::ResolvedRequest;
-use transom_rules::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule};
+use transom_rules::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule, ResponseEnd};
 use transom_rules::responses::CLIENT_CLOSED_REQUEST;
 
 /// Equal simulations have equal results.
@@ -295,7 +295,7 @@ impl Replay {
         let request = &mut requests[position];
         let error = resolved.find_keys(&mut request.keyed_requests, |_position, _found| ());
         request.costs.clear();
-        if !rules.response_costs.is_empty() {
+        if !rules.response_costs.rules.is_empty() {
             read_headers(response_headers, headers, text, &reader.fields.response, reader.fields.request.len());
             response_costs(rules, line, response_headers, &mut request.costs);
         }
@@ -378,7 +378,12 @@ fn response_costs(
     if let Some(status) = line.status.filter(has_response).and_then(|status| status.try_into().ok()) {
         // This gateway logs each status of gRPC that there is.
         let grpc_status = line.grpc_status.or(line.decision.map(|_| GRPC_UNKNOWN));
-        let cost = |rule: &ResponseCostRule| (rule.position, rule.final_cost(status, fields, grpc_status));
-        costs.extend(rules.response_costs.iter().map(cost));
+        // Logs do not have the body.
+        let response = ResponseEnd { status, headers: fields, grpc_status, body: None };
+        let cost = |rule: &ResponseCostRule| match rule.final_cost(&response, 0) {
+            FinalCost::KnownAtEnd if rule.reads_usage() => (rule.position, FinalCost::AsCharged),
+            cost => (rule.position, cost),
+        };
+        costs.extend(rules.response_costs.rules.iter().map(cost));
     }
 }

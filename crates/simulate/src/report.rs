@@ -385,8 +385,9 @@ fn notes(read: &ReadCounts, replay: &Replay) -> Vec<String> {
         if let Cost::Response { header, reserve, .. } = &rule.cost
             && inputs.without_response_cost > 0
         {
+            let stated = header.as_ref().map_or_else(|| "usage".to_owned(), |name| format!("response field `{name}`"));
             notes.push(format!(
-                "rule `{name}`: {} of {} lines have no response field `{header}` and cost {reserve}",
+                "rule `{name}`: {} of {} lines have no {stated} and cost {reserve}",
                 inputs.without_response_cost, inputs.requests
             ));
         }

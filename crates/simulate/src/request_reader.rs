@@ -92,8 +92,8 @@ impl RequestReader {
         request.sort_by(|a, b| a.as_str().cmp(b.as_str()));
         request.dedup();
         let response = config.rules.iter().filter_map(|rule| match &rule.cost {
-            Cost::Response { header, .. } => HeaderName::from_bytes(header.as_bytes()).ok(),
-            Cost::Fixed(_) | Cost::Request { .. } => None,
+            Cost::Response { header: Some(header), .. } => HeaderName::from_bytes(header.as_bytes()).ok(),
+            Cost::Fixed(_) | Cost::Request { .. } | Cost::Response { header: None, .. } => None,
         });
         let response = response.collect();
         let api_keys = config.clients.as_ref().map_or(&[][..], |clients| &clients.api_key);

@@ -127,6 +127,11 @@ pub fn want_models(tree: &mut PointerTree) {
     }
 }
 
+/// Looks for the name of the model in a request. All APIs that name it in the body have it there.
+pub fn want_requested_model(tree: &mut PointerTree) {
+    tree.want_model(PointerTree::ROOT, &known_pointer(MODELS[0]));
+}
+
 fn known_pointer(text: &str) -> JsonPointer {
     JsonPointer::parse(text).unwrap_or_default()
 }

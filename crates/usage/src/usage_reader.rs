@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::content_decoder::{ContentDecoder, DecodeError};
 use super::decimal::Decimal;
 use super::event_stream::{AwsEventStream, DocumentSink, ServerSentEvents};
-use super::format::{KnownFormats, want_models};
+use super::format::{KnownFormats, want_models, want_requested_model};
 use super::json_pointer::{JsonPointer, PointerTree, SlotId};
 use super::json_scanner::{Document, JsonScanner};
 use super::usage::{Kind, Usage};
@@ -57,10 +57,17 @@ impl Missing {
 }
 
 impl ReadingPlan {
-    /// A plan that also reads the name of the model.
+    /// A plan that also reads the name of the model, for responses.
     pub fn with_model() -> ReadingPlan {
         let mut plan = ReadingPlan::default();
         want_models(&mut plan.tree);
+        plan
+    }
+
+    /// A plan that reads the name of the model in a request.
+    pub fn of_requests() -> ReadingPlan {
+        let mut plan = ReadingPlan::default();
+        want_requested_model(&mut plan.tree);
         plan
     }
 

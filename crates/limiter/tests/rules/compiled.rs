@@ -75,7 +75,7 @@ fn limits_and_variants_have_names_and_positions() {
 
 #[test]
 fn rules_and_plans_say_what_they_do() {
-    let costs = [Cost::Fixed(3), Cost::Response { header: String::new(), reserve: 5, max: 9 }];
+    let costs = [Cost::Fixed(3), Cost::Response { header: None, reserve: 5, max: 9 }];
     assert_eq!(costs.map(|cost| cost.default_cost()), [3, 5]);
     let sliding = rule("sliding", vec![limit(5, Windows::Sliding { period_ms: 800 })]);
     let rules = [

@@ -32,6 +32,12 @@ static REFUNDED: Metric = counter(
     "transom_refunded_total",
     "Requests whose tokens were refunded because their response does not match count_when, by rule.",
 );
+static USAGE: Metric =
+    counter("transom_usage_total", "Usage that responses have stated, by route, rule and kind, rounded up a response.");
+static USAGE_MISSING: Metric = counter(
+    "transom_usage_missing_total",
+    "Responses of routes with a cost by usage that state none, by route and reason.",
+);
 static DENIED: Metric = counter(
     "transom_denied_total",
     "Denied requests by deny entry; allow: by the allow list of the route; other: by entries beyond the first hundred.",
@@ -129,6 +135,8 @@ pub static NAMES: &[&Metric] = &[
     &DECISIONS,
     &REFUSED,
     &REFUNDED,
+    &USAGE,
+    &USAGE_MISSING,
     &DENIED,
     &CLIENT_REQUESTS,
     &DECISION_DURATION,
@@ -418,6 +426,40 @@ impl RefundCounter {
 
     pub fn refunded(&self) {
         self.0.add(1);
+    }
+}
+
+/// Usage that the responses of one route state, in one worker.
+#[derive(Debug)]
+pub struct UsageMetrics {
+    /// By rule and kind, as they were named.
+    rules: Vec<Vec<Arc<MetricCell>>>,
+    /// By reason.
+    missing: Vec<Arc<MetricCell>>,
+}
+
+impl UsageMetrics {
+    pub fn new(
+        (registry, worker): (&Registry, WorkerId),
+        route: &str,
+        rules: &[&str],
+        kinds: &[&str],
+        reasons: &[&str],
+    ) -> UsageMetrics {
+        let kinds_of = |rule: &&str| {
+            let cell = |kind: &&str| registry.cell(&USAGE, worker, &[("route", route), ("rule", rule), ("kind", kind)]);
+            kinds.iter().map(cell).collect()
+        };
+        let missing = |reason: &&str| registry.cell(&USAGE_MISSING, worker, &[("route", route), ("reason", reason)]);
+        UsageMetrics { rules: rules.iter().map(kinds_of).collect(), missing: reasons.iter().map(missing).collect() }
+    }
+
+    pub fn used(&self, rule: usize, kind: usize, tokens: u64) {
+        self.rules[rule][kind].add(tokens);
+    }
+
+    pub fn missing(&self, reason: usize) {
+        self.missing[reason].add(1);
     }
 }
 

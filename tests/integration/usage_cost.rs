@@ -1,0 +1,208 @@
+//! A cost by the usage that the body of the response states.
+
+use std::io::Write as _;
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+
+use crate::count_when::documented;
+use crate::support::client::{Client, request};
+use crate::support::eventually_eq;
+use crate::support::external_scripts::ScriptServer;
+use crate::support::gateway::Gateway;
+use crate::support::ratelimit_parser::remaining;
+use crate::support::upstream::{Connection, ReceivedRequest, Upstream, reply};
+
+/// 15 tokens of input, 4 of them cached, and 10 of output, 3 of them hidden.
+const CHAT: &str = r#"{"model":"of-the-answer","choices":[{"message":{"content":"\u00e9"}}],"usage":{"prompt_tokens":15,
+    "completion_tokens":10,"total_tokens":25,"prompt_tokens_details":{"cached_tokens":4},"completion_tokens_details":{"reasoning_tokens":3}}}"#;
+/// 25 tokens of input and 15 of output.
+const STREAM: &str = "event: message_start\ndata: {\"message\":{\"usage\":{\"input_tokens\":25,\"output_tokens\":1}}}\n\n\
+    : ping\n\nevent: message_delta\ndata: {\"usage\":{\"output_tokens\":15}}\n\ndata: [DONE]\n\n";
+const EVENTS: [(&str, &str); 2] = [("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")];
+
+fn chunks(body: &str) -> Vec<u8> {
+    let pieces =
+        body.as_bytes().chunks(7).map(|piece| [format!("{:x}\r\n", piece.len()).as_bytes(), piece, b"\r\n"].concat());
+    pieces.collect::<Vec<_>>().concat()
+}
+
+fn head(status: u16, fields: &[(&str, &str)]) -> Vec<u8> {
+    let fields: String = fields.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    format!("HTTP/1.1 {status} x\r\n{fields}\r\n").into_bytes()
+}
+
+fn gzip(body: &str) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+    encoder.write_all(body.as_bytes()).unwrap();
+    encoder.finish().unwrap()
+}
+
+/// The answer to a path; with `true`, the connection breaks off behind it.
+fn answer(received: &ReceivedRequest) -> (Vec<u8>, bool) {
+    let json = [("Content-Type", "application/json")];
+    let whole = |bytes| (bytes, false);
+    match received.target.as_str() {
+        "/chat" => whole(reply(200, &json, CHAT.as_bytes())),
+        "/gzip" => whole(reply(200, &[("Content-Encoding", "gzip")], &gzip(CHAT))),
+        "/unknown-coding" => whole(reply(200, &[("Content-Encoding", "compress")], CHAT.as_bytes())),
+        "/bomb" => whole(reply(200, &[("Content-Encoding", "gzip")], &gzip(&" ".repeat(8 << 20)))),
+        "/stream" => whole([head(200, &EVENTS), chunks(STREAM), b"0\r\n\r\n".to_vec()].concat()),
+        "/cut" => ([head(200, &EVENTS), chunks(&STREAM[..150])].concat(), true),
+        "/none" => whole(reply(200, &json, b"{}")),
+        "/html" => whole(reply(200, &[], &[b'<'; 401])),
+        "/empty" => whole(head(204, &[])),
+        "/500" => whole(reply(500, &json, b"{}")),
+        "/billed-500" => whole(reply(500, &json, CHAT.as_bytes())),
+        other => panic!("{other}"),
+    }
+}
+
+fn upstream() -> Upstream {
+    Upstream::with_script(|connection: &mut Connection| {
+        while let Some(received) = connection.read_request() {
+            let (bytes, breaks_off) = answer(&received);
+            if !connection.send(bytes) || breaks_off {
+                return connection.close();
+            }
+        }
+    })
+}
+
+fn config(upstream: &Upstream, rules: &[&str]) -> String {
+    let names: Vec<String> = (0..rules.len()).map(|nth| format!("\"r{nth}\"")).collect();
+    let rule = |(nth, cost): (usize, &&str)| {
+        format!("[rules.r{nth}]\nkey = \"ip\"\nwindows = [\"100000/day\"]\ncost = {cost}\n")
+    };
+    let rules: String = rules.iter().enumerate().map(rule).collect();
+    let route = "[[routes]]\nname = \"all\"\npath = \"/{*rest}\"\nupstream = \"u\"\n";
+    format!("{}{rules}{route}rules = [{}]\n", upstream.toml("u"), names.join(", "))
+}
+
+/// The tokens that a rule has counted.
+fn used(gateway: &Gateway, rule: &str) -> u64 {
+    let state = gateway.decision("value", &serde_json::json!({ "rule": rule, "key": "127.0.0.1" })).expect(200).json();
+    state["count"].as_u64().unwrap_or_else(|| panic!("{state}"))
+}
+
+#[test]
+fn the_body_states_the_cost() {
+    let upstream = upstream();
+    let rules = [
+        "{ usage = \"auto\", reserve = 30 }",
+        "{ usage = { json = [\"/usage/total_tokens\"] }, reserve = 30, on_missing_usage = \"estimate\", refund_on = [] }",
+        "{ usage = \"auto\", reserve = 30, weights = { input = 1, cached_input = 0.1, output = 4 } }",
+    ];
+    let gateway = Gateway::start(&config(&upstream, &rules));
+    let mut totals = [0; 3];
+    let quarter = |bytes: usize| bytes.div_ceil(4) as u64;
+    // The cost under each rule.
+    for (path, status, costs) in [
+        ("/chat", 200, [25, 25, 52]),
+        ("/gzip", 200, [25, 25, 52]),
+        ("/stream", 200, [40, quarter(STREAM.len()), 85]),
+        // At least what was charged in advance.
+        ("/cut", 200, [30, quarter(150), 30]),
+        ("/none", 200, [30, 30, 30]),
+        ("/html", 200, [30, 101, 30]),
+        ("/empty", 204, [30, 30, 30]),
+        ("/unknown-coding", 200, [30, quarter(CHAT.len()), 30]),
+        ("/bomb", 200, [30, quarter(gzip(&" ".repeat(8 << 20)).len()), 30]),
+        ("/500", 500, [0, 30, 0]),
+        ("/billed-500", 500, [25, 25, 52]),
+    ] {
+        let mut client = gateway.client();
+        client.send(request("GET", path, &[], b""));
+        let mut response = client.read_head().unwrap();
+        assert_eq!(response.status, status, "{path}");
+        // The head states what was charged in advance.
+        assert_eq!(remaining(&response, "r0"), 100_000 - totals[0] - 30, "{path}");
+        if path == "/cut" {
+            client.read_to_end();
+        } else {
+            client.read_body(&mut response, "GET");
+        }
+        totals = [0, 1, 2].map(|rule| totals[rule] + costs[rule]);
+        eventually_eq(|| ["r0", "r1", "r2"].map(|rule| used(&gateway, rule)), totals);
+        let (sent, _) = answer(&upstream.received().pop().unwrap());
+        match path {
+            "/stream" => assert_eq!(response.body, STREAM.as_bytes()),
+            "/cut" => {}
+            _ => assert!(sent.ends_with(&response.body) && response.body.len() > 1 || path == "/empty", "{path}"),
+        }
+    }
+    let metrics = gateway.metrics();
+    let usage = |kind| metrics.sum("transom_usage_total", &[("route", "all"), ("rule", "r0"), ("kind", kind)]);
+    assert_eq!(["input", "cached_input", "cache_write", "output", "reasoning"].map(usage), [83, 12, 0, 37, 9]);
+    // A response counts once, if any rule lacks its usage: here, the second one also does for the stream and the error.
+    let missing = |reason| metrics.sum("transom_usage_missing_total", &[("route", "all"), ("reason", reason)]);
+    assert_eq!(["absent", "compressed", "too-large", "not-json", "aborted"].map(missing), [4, 1, 1, 1, 1]);
+}
+
+#[test]
+fn the_model_of_the_request_chooses_the_weights() {
+    let upstream = upstream();
+    let weights = "{ \"gpt-5*\" = { input = 3, output = 4 }, \"of-*\" = { input = 1, output = 2 }, default = { input = 9, output = 9 } }";
+    let gateway =
+        Gateway::start(&config(&upstream, &[&format!("{{ usage = \"auto\", weights = {weights}, reserve = 2000 }}")]));
+    let mut client = gateway.client();
+    let (chosen, other) = (r#"{"messages":[],"model":"gpt-5\u002dmini"}"#, r#"{"model":"o3"}"#);
+    let mut total = 0;
+    // The upstream reads no other members for the model.
+    let disguised = r#"{"model":"gpt-5","response":{"model":"of-less"},"modelVersion":"of-less"}"#;
+    // Without a model in the request, that of the answer counts.
+    for (body, cost) in [(chosen, 85), (other, 225), (disguised, 85), ("{}", 35), ("", 35)] {
+        client.post("/chat", body).expect(200);
+        total += cost;
+        eventually_eq(|| used(&gateway, "r0"), total);
+    }
+    assert!(upstream.received().iter().any(|received| received.body == chosen.as_bytes()));
+
+    // A request that reaches no server costs nothing.
+    let gateway = Gateway::start(&config(&Upstream::refusing_connections(), &["{ usage = \"auto\", reserve = 30 }"]));
+    assert_eq!(remaining(&gateway.get("/chat").expect(502), "r0"), 100_000);
+}
+
+/// The answers of each client cost what the server has counted, to the token.
+#[test]
+fn the_guide_limits_llm_tokens() {
+    let server = ScriptServer::start("model_server.py", &[] as &[&str]);
+    let gateway = Gateway::start(&documented("llm-tokens.md", server.address));
+    let mut client = gateway.client();
+    let mut ask = |key: &str, path: &str, body: &str| {
+        let fields = [("Authorization", format!("Bearer {key}")), ("Content-Type", "application/json".to_owned())];
+        let fields = fields.each_ref().map(|(name, value)| (*name, value.as_str()));
+        client.request("POST", path, &fields, body.as_bytes())
+    };
+    let chat = r#""model":"gpt-5-mini","messages":[{"role":"user","content":"one two three"}],"max_tokens":20"#;
+    for (key, path, body) in [
+        ("alice", "/v1/chat/completions", format!("{{{chat}}}")),
+        (
+            "alice",
+            "/v1/chat/completions",
+            format!("{{{chat},\"stream\":true,\"stream_options\":{{\"include_usage\":true}}}}"),
+        ),
+        ("bob", "/v1/messages", format!("{{{chat}}}")),
+        ("bob", "/v1/messages", format!("{{{chat},\"stream\":true}}")),
+        ("bob", "/v1/embeddings", r#"{"model":"other","input":"one two"}"#.to_owned()),
+    ] {
+        assert!(ask(key, path, &body).expect(200).body.len() > 9, "{path}");
+    }
+    let used = |rule: &str, key: &str| {
+        let (query, host) = (serde_json::json!({ "rule": rule, "key": key }).to_string(), gateway.admin.to_string());
+        let fields = [("Host", host.as_str())];
+        let state = Client::connect(gateway.admin).request("POST", "/v1/value", &fields, query.as_bytes());
+        state.expect(200).json()["count"].clone()
+    };
+    let host = server.address.to_string();
+    let counted = Client::connect(server.address).get_with("/used", &[("Host", &host)]).expect(200).json();
+    let counted = ["input", "output"].map(|kind| counted[kind].as_u64().unwrap());
+    assert_eq!(counted, [14, 80]);
+    eventually_eq(|| [used("tokens", "alice"), used("tokens", "bob")], [46, 48].map(serde_json::Value::from));
+    // 1.25 and 10 millionths a token of the first four answers, rounded up each, and 5 of the last.
+    eventually_eq(|| used("money", "global"), (4 * (4 + 200) + 2 * 5).into());
+    // A stream that states no usage keeps its reserve.
+    ask("carol", "/v1/chat/completions", &format!("{{{chat},\"stream\":true}}")).expect(200);
+    eventually_eq(|| used("tokens", "carol"), 2000.into());
+    assert_eq!(gateway.metrics().sum("transom_usage_missing_total", &[("reason", "absent")]), 1);
+}
