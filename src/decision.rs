@@ -234,6 +234,15 @@ pub struct RuleKeyValues<'a, K> {
     pub cost: Option<u32>,
 }
 
+/// What keys of queries are for.
+#[derive(Clone, Copy, Debug)]
+pub struct KeyUse {
+    /// The counters of shared rules are in the store.
+    pub uses_store: bool,
+    /// They are charged or checked, and not only read or reset.
+    pub decides: bool,
+}
+
 impl DecisionService {
     pub fn new(
         rule_set: &Arc<RuleSet>,
@@ -291,7 +300,8 @@ impl DecisionService {
         counters: &CounterAccess,
         outputs: DecisionOutputs<'_>,
     ) -> Result<DecisionOutcome, ApiError> {
-        let rules = self.keyed_rules(&query.rules, counters.shared.is_some())?;
+        let decides = matches!(query.operation, Operation::Limit | Operation::Check);
+        let rules = self.keyed_rules(&query.rules, KeyUse { uses_store: counters.shared.is_some(), decides })?;
         for (i, rule) in rules.iter().enumerate() {
             let identity = rule.identity();
             if identity.is_some() && rules.iter().take(i).any(|other| other.identity() == identity) {
@@ -519,7 +529,7 @@ impl DecisionService {
 
     /// Finds the rules of a query, and their keys. As a request, a query has one client: where the key of a rule does not name
     /// it, the keys of the other rules do.
-    fn keyed_rules(&self, queries: &[RuleQuery], uses_store: bool) -> Result<IdVec<PlanPosition, KeyedRule>, ApiError> {
+    fn keyed_rules(&self, queries: &[RuleQuery], key_use: KeyUse) -> Result<IdVec<PlanPosition, KeyedRule>, ApiError> {
         if let [RuleQuery { rule, key: QueryKey::Listed(listed), cost }] = queries {
             return Ok(IdVec::from(vec![self.listed_rule(self.rule(rule)?, listed, *cost)]));
         }
@@ -528,7 +538,7 @@ impl DecisionService {
         });
         let rules: Vec<RuleKeyValues<String>> = rules.collect::<Result<_, _>>()?;
         let clients = self.clients();
-        self.key_rules(&rules, clients.as_deref(), uses_store).collect()
+        self.key_rules(&rules, clients.as_deref(), key_use).collect()
     }
 
     /// Replaces clients by the keys that name them.
@@ -594,14 +604,14 @@ impl DecisionService {
         &self,
         rules: &[RuleKeyValues<'_, K>],
         clients: Option<&ClientPlans>,
-        uses_store: bool,
+        key_use: KeyUse,
     ) -> impl Iterator<Item = Result<KeyedRule, ApiError>> {
         let callers: SmallVec<[CallerIdentity<'_>; 4]> = rules.iter().map(|rule| self.caller(rule, clients)).collect();
         let of_query = callers.iter().copied().fold(CallerIdentity::default(), CallerIdentity::or);
         rules
             .iter()
             .zip(callers)
-            .map(move |(rule, caller)| self.keyed_rule(rule, (clients, caller.or(of_query)), uses_store))
+            .map(move |(rule, caller)| self.keyed_rule(rule, (clients, caller.or(of_query)), key_use))
     }
 
     /// Who the caller is by the key of one rule.
@@ -625,15 +635,15 @@ impl DecisionService {
         &self,
         values: &RuleKeyValues<'_, K>,
         caller: (Option<&ClientPlans>, CallerIdentity<'_>),
-        uses_store: bool,
+        key_use: KeyUse,
     ) -> Result<KeyedRule, ApiError> {
         let rule = values.rule;
-        let (keyed_request, is_refused) = match self.key_treatment(values, caller)? {
+        let (keyed_request, is_refused) = match self.key_treatment(values, caller, key_use)? {
             KeyTreatment::Counted(keyed_request) => (Some(keyed_request), false),
             KeyTreatment::NotCounted => (None, false),
             KeyTreatment::Refused => (None, true),
         };
-        let is_shared = uses_store && self.rule_set.rules[rule].rule.sharing != Sharing::Local;
+        let is_shared = key_use.uses_store && self.rule_set.rules[rule].rule.sharing != Sharing::Local;
         let store_key = self.digester.as_ref().filter(|_| is_shared).and_then(|digester| {
             let mut text = String::new();
             let written = self.rules[rule].text_format.write_values(values.key, digester, &mut text);
@@ -678,6 +688,7 @@ impl DecisionService {
         &self,
         RuleKeyValues { rule, key: values, cost }: &RuleKeyValues<'_, K>,
         (clients, caller): (Option<&ClientPlans>, CallerIdentity<'_>),
+        key_use: KeyUse,
     ) -> Result<KeyTreatment, ApiError> {
         let (served, rule) = (&self.rules[*rule], &self.rule_set.rules[*rule].rule);
         // A global rule takes no key, and ignores a given one.
@@ -726,7 +737,9 @@ impl DecisionService {
         }
         if let (Some(check), Some(clients), None) = (&served.client_check, clients, variant) {
             let value = |position: usize| values.get(position).map_or(&[][..], |value| value.as_ref().as_bytes());
-            if !check.is_known(|part| clients.named_by(part, value(part.position)).is_named()) {
+            // Only the token of a subject without client tells its plan, and so its windows.
+            let is_known = |named: CallerIdentity<'_>| named.is_named() && !(key_use.decides && named.is_subject);
+            if !check.is_known(|part| is_known(clients.named_by(part, value(part.position)))) {
                 return unknown_key(check, &rule.on_missing);
             }
         }
@@ -932,7 +945,7 @@ mod tests {
                 cost: None,
             };
             let queries: Vec<RuleQuery> = configured.iter().map(query).collect();
-            let of_query = service.keyed_rules(&queries, false).unwrap();
+            let of_query = service.keyed_rules(&queries, KeyUse { uses_store: false, decides: true }).unwrap();
 
             let names = |part: &KeyPart| configured.iter().any(|rule| rule.key.contains(part));
             let mut headers = HeaderMap::new();

@@ -95,7 +95,10 @@ async fn client_with_usage(state: &AdminState, decision_api: &DecisionApi, name:
     for rule in served.config.rules.iter().filter(|rule| rule.counts_clients()) {
         let key: Vec<String> = rule.key.iter().map(KeyPart::to_string).collect();
         let usage = match rule.key.as_slice() {
-            [part] if CLIENT.has(part) => usage(state, decision_api, &rule.name, name).await?,
+            [part] if CLIENT.has(part) => match usage(state, decision_api, &rule.name, name).await {
+                Err(ApiError::StoreUnavailable) => Map::from_iter([("store".to_owned(), json!("unreachable"))]),
+                usage => usage?,
+            },
             // There is a counter for each value of the other parts.
             _ => Map::new(),
         };

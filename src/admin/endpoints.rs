@@ -353,7 +353,7 @@ pub static ENDPOINTS: &[Endpoint] = &[
         path: "/v1/clients/{name}",
         summary: "A client, and how much of its limits it has used.",
         response: &[Content::Json(&Schema::Object(&CLIENT_WITH_USAGE))],
-        other_statuses: &[UNKNOWN_NAME, NO_STORE],
+        other_statuses: &[UNKNOWN_NAME],
         handle: |call| Box::pin(clients::show(call)),
         ..READ
     },

@@ -215,6 +215,7 @@ object! {
     CLIENT_RULE = "ClientRule" {
         required("rule", Text), required("key", TEXTS), required("shadow", Boolean),
         optional("windows", WINDOWS), optional("exempt", Boolean), optional("concurrent", CONCURRENT),
+        optional("store", Words(&["unreachable"])),
     }
 }
 

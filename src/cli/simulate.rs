@@ -9,6 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::{Exit, add_copied_clients, read_config};
 use crate::file_watch::FileWatch;
+use transom_config::access::AccessSource;
 use transom_simulate::log_files::LogFiles;
 use transom_simulate::log_line::LogFormat;
 use transom_simulate::replay::Replay;
@@ -47,6 +48,9 @@ pub fn simulate(path: &Path, options: &Options) -> Exit {
         }
     };
     add_copied_clients(&mut config);
+    if config.access.as_ref().is_some_and(|access| access.source == AccessSource::Shared) {
+        print_err!("transom: the deny entries of the store are not known: no request is denied by them");
+    }
     let prepared = Replay::new(config, &options.candidates).and_then(|replay| {
         let format = LogFormat::parse(&options.format, replay.fields().clone());
         Ok((replay, format.map_err(|message| format!("`--format`: {message}"))?))

@@ -245,6 +245,9 @@ fn tokens_and_opaque_keys_come_in_one_field() {
     let (issuer, scratch) = (Issuer::new(), TempDir::new());
     let section = format!("{}{SECTION}subject = \"jwt:sub\"\n", issuer.keys(&scratch));
     let toml = config(REFUSE).replace(SECTION, &section).replace("\"header:x-api-key\"", "\"bearer\"");
+    let toml = toml
+        + "[rules.n]\nkey = \"ip\"\nwindows = [\"500/366d\"]\nplans.gold.windows = [\"600/366d\"]\n\
+           [[routes]]\npath = \"/by-address\"\nupstream = \"u\"\nrules = [\"n\"]\n";
     let token = issuer.token("HS256", &json!({"sub": "carol"}));
     // An opaque key may look like a token, and a token may be registered as a key.
     let clients = client_toml("acme", "gold", &["a1", "eyJh.b.c", &token], "subjects = [\"alice\"]")
@@ -260,6 +263,9 @@ fn tokens_and_opaque_keys_come_in_one_field() {
     for unknown in ["guess", "eyJh.b.d", "x.y.z", &of(json!({"sub": "eve"})), &of(json!({}))] {
         assert!(detail(unknown).contains("not known here"), "{unknown}");
     }
+    // To a rule by address, an opaque key that no client has is no malformed token.
+    let by_address = |key: &str| gateway.get_with("/by-address", &[("Authorization", &format!("Bearer {key}"))]);
+    assert_eq!(["a1", "guess", "x.y.z"].map(|key| remaining(&by_address(key).expect(200), "n")), [599, 498, 497]);
     let expired = of(json!({"sub": "alice", "exp": 1}));
     assert_eq!(detail(&expired), "the token has expired");
     let forged = Issuer::new().token("HS256", &json!({"sub": "alice"}));
@@ -337,8 +343,15 @@ fn a_token_names_the_plan_of_a_subject_without_client() {
     let log = process.wait_for_stderr("a token names a plan that no rule defines");
     assert_eq!(log.matches("platinum").count(), 1, "{log}");
     let query = json!({"rule": "c", "key": "subject:dave"}).to_string();
-    let value = Client::connect(process.admin).request("POST", "/v1/value", &[("Host", "127.0.0.1")], query.as_bytes());
-    assert_eq!(value.expect(200).json()["count"], 2);
+    let ask = |operation: &str| {
+        let target = format!("/v1/{operation}");
+        Client::connect(process.admin).request("POST", &target, &[("Host", "127.0.0.1")], query.as_bytes())
+    };
+    assert_eq!(ask("value").expect(200).json()["count"], 2);
+    // Only a token tells the plan: without one, no windows apply.
+    let decided = ask("limit").expect(200).json();
+    assert_eq!((&decided["allowed"], &decided["unknown_key"]), (&json!(false), &json!(true)), "{decided}");
+    assert_eq!(ask("value").expect(200).json()["count"], 2);
 }
 
 /// A session cookie names the subject: whoever has it is that client.

@@ -249,9 +249,15 @@ fn the_api_of_any_gateway_changes_clients() {
     call(&a, "DELETE", &format!("/v1/clients/acme/keys/{id}"), &[], Value::Null).expect(204);
     assert_eq!(get(&a, &key).status, 401);
     wait_for_status(&b, &key, 401);
-    // While the store is away, all stays as it is.
+    // While the store is away, all stays as it is, and can be seen.
+    let refusing = config(&redis, &scratch.path().join("c.copy"), &[])
+        .replace("timeout = \"10s\"", "timeout = \"50ms\"\non_outage = \"refuse\"");
+    let refusing = Process::spawn(&refusing);
+    eventually("it knows the client", || refusing.admin_get("/v1/clients/acme").status == 200);
     redis.kill();
     put(&a, json!({ "plan": "basic" })).expect(503);
+    let shown = refusing.admin_get("/v1/clients/acme").expect(200).json();
+    assert_eq!((&shown["plan"], &shown["rules"][0]["store"]), (&json!("pro"), &json!("unreachable")));
     call(&b, "DELETE", "/v1/clients/acme", &[], Value::Null).expect(503);
     redis.restart();
     eventually("a client can be removed", || call(&b, "DELETE", "/v1/clients/acme", &[], Value::Null).status != 503);

@@ -8,8 +8,9 @@ use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 
 use super::Config;
-use super::access::{DenyEntry, DenyTarget, rfc3339};
+use super::access::{AccessSource, DenyEntry, DenyTarget, rfc3339};
 use super::certificate::RevocationList;
+use super::clients::ClientsSource;
 use super::diagnostics::{quoted, quoted_list};
 use super::key::OnUnknownKey;
 use super::key_kind::{BEARER, HEADER, KeyKind, Variety, is_secret_part};
@@ -94,7 +95,7 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
         .chain(repeated_denials(config));
     messages.extend(warnings.map(LintMessage::warning));
     let notes = rules_of_responses(config).into_iter().chain(paths_with_variants(config));
-    let notes = notes.chain(credentials_with_scheme(config)).chain(subjects_in_clear(config));
+    let notes = notes.chain(credentials_with_scheme(config)).chain(subjects_in_clear(config)).chain(in_store(config));
     messages.extend(notes.map(LintMessage::note));
     let shown = |LintMessage { text, kind }| LintMessage { text: config.hidden.removed_from(text), kind };
     messages.into_iter().map(shown).collect()
@@ -228,13 +229,29 @@ fn credentials_with_scheme(config: &Config) -> Option<String> {
     ))
 }
 
-/// Notes tokens that the clients file has in clear text.
+/// Notes secrets that the clients have in clear text.
 fn subjects_in_clear(config: &Config) -> Option<String> {
-    config.clients.as_ref()?.subject.as_ref().filter(|part| BEARER.has(part))?;
-    Some(String::from(
-        "`[clients]` has `subject = \"bearer\"`, so that the clients file has tokens in clear text: with \
-         `api_key = \"bearer\"` it has digests",
+    let clients = config.clients.as_ref()?;
+    let is_secret = |part: &&KeyPart| is_secret_part(part) || clients.api_key.contains(part);
+    let subject = clients.subject.as_ref().filter(is_secret)?;
+    let secrets = if BEARER.has(subject) { "tokens" } else { "secrets" };
+    Some(format!(
+        "`[clients]` has `subject = \"{subject}\"`, so that the clients file has {secrets} in clear text: with \
+         `api_key = \"{subject}\"` it has digests"
     ))
+}
+
+/// Notes what is in the store, and so unknown here.
+fn in_store(config: &Config) -> Option<String> {
+    let has_clients = config.clients.as_ref().is_some_and(|clients| clients.source == ClientsSource::Shared);
+    let has_denials = config.access.as_ref().is_some_and(|access| access.source == AccessSource::Shared);
+    let (what, command) = match (has_clients, has_denials) {
+        (true, true) => ("the clients and the deny entries", "transom clients list` and `transom deny list"),
+        (true, false) => ("the clients", "transom clients list"),
+        (false, true) => ("the deny entries", "transom deny list"),
+        (false, false) => return None,
+    };
+    Some(format!("{what} are in the store, and not checked: `{command}` asks a gateway for them"))
 }
 
 /// Warns of a route that matches one path only, if no route matches the paths below it. A route with `methods` is taken to

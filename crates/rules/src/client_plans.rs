@@ -37,6 +37,8 @@ pub const SECRET_MAX_BYTES: usize = 4096;
 const SUBJECT: &str = "subject:";
 /// Plans that no rule defines are logged up to this number.
 const UNDEFINED_PLANS_MAX: usize = 64;
+/// Those that were logged, by any configuration of the process.
+static UNDEFINED_PLANS: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 /// Limits that may be plans while no client has them.
 const UNUSED_PLANS_MAX: usize = 1000;
 
@@ -78,8 +80,6 @@ pub struct ClientSources {
     plan_claim: Option<KeySource>,
     /// Logs a plan of a token that no rule defines.
     pub on_undefined_plan: OnceLock<fn(&str)>,
-    /// Those that were logged.
-    undefined_plans: Mutex<BTreeSet<String>>,
     /// Whether some rule counts by client.
     counts_clients: bool,
     hasher: RandomState,
@@ -204,7 +204,6 @@ impl ClientSources {
             subject: configured.subject.as_ref().map(|part| source(part, false)),
             plan_claim: configured.plan_claim.as_ref().map(|claim| KeySource::new(claim, &[])),
             on_undefined_plan: OnceLock::new(),
-            undefined_plans: Mutex::default(),
             counts_clients,
             hasher: RandomState::default(),
         }
@@ -224,7 +223,7 @@ impl ClientSources {
     /// Logs a plan once. The number of plans is bounded, so that an issuer cannot fill memory.
     #[cold]
     fn log_undefined_plan(&self, name: &str) {
-        if let Ok(mut logged) = self.undefined_plans.try_lock()
+        if let Ok(mut logged) = UNDEFINED_PLANS.try_lock()
             && logged.len() < UNDEFINED_PLANS_MAX
             && logged.insert(name.to_owned())
             && let Some(log) = self.on_undefined_plan.get()
@@ -552,6 +551,11 @@ impl ClientPlans {
         }))
     }
 
+    /// Whether API keys come in the field of tokens.
+    fn reads_bearer_keys(&self) -> bool {
+        self.api_keys.iter().any(|source| matches!(source.source, KeySource::Bearer))
+    }
+
     /// Whether the subject is a claim.
     fn reads_tokens(&self) -> bool {
         self.subject.as_ref().is_some_and(|source| matches!(source.source, KeySource::Jwt(_)))
@@ -726,7 +730,11 @@ impl<'a> ClientLookup<'a> {
     ) -> Result<Named<'a>, LookupError<'a>> {
         let mut named = self.by_api_key(plans, request)?;
         if named.client().is_none() {
-            named = self.by_subject(plans, request)?;
+            named = match self.by_subject(plans, request) {
+                // An opaque key in the field of tokens, which no client has.
+                Err((_, KeyError::Token(TokenError::Malformed))) if plans.reads_bearer_keys() => Named::Absent,
+                found => found?,
+            };
         }
         Ok(match named {
             Named::Client(_) | Named::OfPlan(_) => named,

@@ -844,7 +844,7 @@ function drawUsage(box, client) {
   const windows = !client.usage ? [] : client.usage.rules.flatMap(rule => [
     ...(rule.windows || []).map(window => ({ id: `${rule.rule} ${window.name}`, name: window.name, ...window, until: `resets in ${span(window.ttl * 1e3)}` })),
     ...(rule.concurrent || []).map(slots => ({ id: `${rule.rule} slots ${slots.name}`, ...slots, until: "in flight" })),
-    ...(rule.exempt ? [{ id: rule.rule, name: rule.rule, until: "exempt" }] : !rule.windows && !rule.concurrent ? [{ id: rule.rule, name: rule.rule, until: `a counter for each ${rule.key.filter(part => part !== "client").join(", ")}` }] : []),
+    ...(rule.store ? [{ id: rule.rule, name: rule.rule, until: "the store cannot be reached" }] : rule.exempt ? [{ id: rule.rule, name: rule.rule, until: "exempt" }] : !rule.windows && !rule.concurrent ? [{ id: rule.rule, name: rule.rule, until: `a counter for each ${rule.key.filter(part => part !== "client").join(", ")}` }] : []),
   ]);
   list(box, windows, window => window.id, () => el("div", {}, el("div", { class: "pair" }, el("span"), el("span")), el("span", { class: "meter" }, el("i")), el("small")), (node, { name, count, limit, until }) => {
     const [pair, meter, more] = node.children, part = limit ? count / limit : 1;
