@@ -1,5 +1,7 @@
 //! `PUT`, `PATCH` and `DELETE /v1/clients/{name}`, and the keys of a client under it.
 
+use std::time::Duration;
+
 use http::header::{ETAG, HeaderMap, HeaderName, IF_MATCH, IF_NONE_MATCH};
 use http::{HeaderValue, Response};
 use serde_json::{Map, Value, json};
@@ -20,6 +22,9 @@ use transom_rules::responses::{self, LocalResponse};
 
 /// Bytes of a generated key: 192 bits.
 const KEY_BYTES: usize = 24;
+/// How often, and how long in all, a change of shared clients waits until the rules have its limits.
+const POLL_PERIOD: Duration = Duration::from_millis(5);
+const POLLS_MAX: u32 = 200;
 /// Hex digits of a digest that name a key at least.
 const ID_DIGITS_MIN: usize = 8;
 
@@ -165,7 +170,20 @@ pub async fn change(
         what[name] = json!(detail);
     }
     entry.write(&what, &described(&changed.before), &described(&changed.after));
+    wait_until_compiled(call).await;
     Ok((changed, clients))
+}
+
+/// Waits until the rules have the limits of a client of the store. They have them soon, also if this takes too long.
+async fn wait_until_compiled(call: &Call) {
+    for _ in 0..POLLS_MAX {
+        let clients = call.decision_api().ok().and_then(|api| api.served.clients.clone());
+        if clients.is_none_or(|clients| !clients.current().lacks_limits_of(call.path_value(0))) {
+            return;
+        }
+        tokio::time::sleep(POLL_PERIOD).await;
+    }
+    tracing::warn!(client = call.path_value(0), "the limits of a client are stored, but are not in effect yet");
 }
 
 /// The response with a client.

@@ -1,7 +1,5 @@
 //! `PUT` and `DELETE /v1/clients/{name}/limits/{rule}`: windows of a client in one rule, instead of those of its plan.
 
-use std::time::Duration;
-
 use http::Response;
 use serde_json::Value;
 
@@ -14,10 +12,6 @@ use transom_config::client_limits::ClientLimits;
 use transom_config::clients::Client;
 use transom_http::error::ApiError;
 use transom_rules::responses;
-
-/// How often, and how long in all, a change of shared clients waits until the rules have its limits.
-const POLL_PERIOD: Duration = Duration::from_millis(5);
-const POLLS_MAX: u32 = 200;
 
 /// `PUT`: replaces the limits in one rule.
 pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
@@ -42,7 +36,6 @@ pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let rule = call.path_value(1).to_owned();
     let (changed, clients) = change(&call, "set limits", Some(("rule", rule)), edit).await?;
     let client = changed.after.ok_or_else(|| ApiError::UnknownClient(call.path_value(0).to_owned()))?;
-    wait_until_compiled(&call).await?;
     Ok(with_body(described(&clients, &client)))
 }
 
@@ -58,23 +51,10 @@ pub async fn delete(call: Call) -> Result<Response<AdminBody>, ApiError> {
     });
     let rule = call.path_value(1).to_owned();
     change(&call, "remove limits", Some(("rule", rule)), edit).await?;
-    wait_until_compiled(&call).await?;
     Ok(with_body(responses::no_content_response()))
 }
 
 /// Removes the limits in a rule, and those in other rules that have ended.
 fn keep_others(client: &mut Client, rule: &str, now_ms: u64) {
     client.limits.retain(|limits| limits.rule != rule && !limits.has_ended(now_ms));
-}
-
-/// Waits until the rules have the limits of clients of the store.
-async fn wait_until_compiled(call: &Call) -> Result<(), ApiError> {
-    for _ in 0..POLLS_MAX {
-        let served = call.decision_api()?.served.clone();
-        if served.clients.as_ref().is_none_or(|clients| !clients.current().lacks_limits_of(call.path_value(0))) {
-            return Ok(());
-        }
-        tokio::time::sleep(POLL_PERIOD).await;
-    }
-    Err(ApiError::Unavailable(String::from("the limits are stored, but are not in effect yet")))
 }

@@ -349,10 +349,10 @@ impl ClientPlans {
     }
 
     /// The plan of a client with the windows that it has of its own, or the plan that its name says. While the former is not known,
-    /// the client keeps the one from before.
+    /// the client keeps all limits from before.
     fn plan_with_limits(&self, client: &Client, named: PlanId, former: Option<&KnownClient>) -> PlanId {
         let Some(text) = client.limits_text(self.limits.at_ms) else { return named };
-        let from_before = || former.filter(|former| former.plan == client.plan).map_or(named, |former| former.plan_id);
+        let from_before = || former.map_or(named, |former| former.plan_id);
         self.limits.plan(&text).unwrap_or_else(from_before)
     }
 
@@ -997,6 +997,7 @@ mod tests {
                         [rules.r.plans.gold]\nwindows = [\"20/hour\"]\nconcurrent = 7\n\
                         [rules.s]\nkey = \"client\"\non_missing_key = \"skip\"\nwindows = [\"2/hour\"]\n\
                         [rules.s.plans.gold]\nwindows = [\"30/hour\"]\n\
+                        [rules.s.plans.silver]\nwindows = [\"40/hour\"]\n\
                         [[routes]]\npath = \"/\"\nupstream = \"u\"\nrules = [\"r\", \"s\"]\n";
 
     fn config(clients: &str) -> Config {
@@ -1014,9 +1015,6 @@ mod tests {
             let rule = &rule_set.rules[RuleId::at(rule)];
             let overrides = RuleKey::compile_overrides(rule, Some(plans), Seed(1, 2)).unwrap();
             let variant = overrides.variant_of(plans.named(name).map(|client| client.plan_id));
-            assert!(
-                variant == VariantId::DEFAULT || rule.rule.name == "s" || rule.rule.concurrent_of(variant) == Some(7)
-            );
             rule.rule.variants().nth(variant.index()).unwrap()[0].tokens
         })
     }
@@ -1028,6 +1026,7 @@ mod tests {
              [clients.acme.limits.r]\nwindows = [\"50/hour\"]\nuntil = 1970-01-01T00:00:02Z\n\
              [clients.acme.limits.s]\nwindows = [{ limit = 60, period = \"hour\" }]\nuntil = 1970-01-01T00:00:01Z\n",
         );
+        assert_eq!(config.rules[RuleId::at(0)].client_limits[0].concurrent, Some(7), "that of the plan");
         let mut plans = CompiledConfig::client_plans(&config).unwrap();
         for (now_ms, expected, next) in [
             (0, [50, 60], Some(1000)),
@@ -1042,7 +1041,8 @@ mod tests {
 
     #[test]
     fn new_limits_apply_once_the_rules_have_them() {
-        let mut config = config("[clients.acme]\nplan = \"gold\"\napi_keys = []\n");
+        let other = "[clients.other]\nplan = \"silver\"\napi_keys = []\n";
+        let mut config = config(&format!("[clients.acme]\nplan = \"gold\"\napi_keys = []\n{other}"));
         let mut plans = CompiledConfig::client_plans(&config).unwrap();
         let mut set = |plans: &mut ClientPlans, clients: &[Client]| {
             plans.change(clients.iter().map(|client| (client.name.as_str(), Some(client.clone()))));
@@ -1071,6 +1071,9 @@ mod tests {
         assert_eq!(set(&mut plans, &[client("acme", &of_r(50))]), (None, [50, 30]));
         // The rules have forgotten the limits of 60.
         assert_eq!(set(&mut plans, &[client("acme", &of_r(60))]), (Some([50, 30]), [60, 30]));
+        // So do those of another plan.
+        let silver = Client { plan: "silver".to_owned(), ..client("acme", &of_r(60)) };
+        assert_eq!(set(&mut plans, &[silver]), (Some([60, 30]), [60, 40]));
         assert_eq!(set(&mut plans, &[client("acme", "{}")]), (None, [20, 30]));
     }
 }
