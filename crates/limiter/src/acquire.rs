@@ -61,7 +61,7 @@ impl Charge {
         }
     }
 
-    /// As [`Charge::receipt`]. The caller refunds it; the charge then counts as not made.
+    /// As [`Charge::receipt`]. The caller refunds or keeps it; the charge then has none.
     pub fn take_receipt(&mut self) -> Option<ShardReceipt> {
         let receipt = self.receipt();
         self.slot = None;
@@ -74,7 +74,8 @@ impl Charge {
         self.sharding.shards > 1 || self.request.kind == WindowKind::Sliding
     }
 
-    /// The receipt of this charge, if it was made and the counter is neither sharded nor sliding.
+    /// The receipt of this charge, if it was made and the counter is neither sharded nor sliding. `usage` must be that of the charged
+    /// counter alone.
     pub fn receipt(&self) -> Option<ShardReceipt> {
         self.slot.map(|slot| ShardReceipt {
             request: self.request,

@@ -43,7 +43,7 @@ pub struct DecisionResult {
     pub charges: Vec<LayerCharge>,
     /// The time to which `charges` refer, Unix milliseconds.
     pub decided_ms: u64,
-    /// Receipts of charges in sharded and sliding counters.
+    /// Receipts of charges in sharded and sliding counters, and of charges that state the usage of other gateways too.
     pub shard_receipts: Vec<ShardReceipt>,
     /// The shadow rules that would have refused the request in their windows.
     pub shadowed: Vec<PlanPosition>,
@@ -134,10 +134,14 @@ impl DecisionContext {
 
     /// The receipts of all charges in the layers of one rule.
     pub fn receipts_of_rule(&self, position: PlanPosition) -> impl Iterator<Item = ShardReceipt> + '_ {
-        self.charges_of_rule(position).flat_map(|charge| {
-            let parts = self.result.shard_receipts.iter().filter(|part| part.layer == charge.counter.layer);
-            charge.receipt().into_iter().chain(parts.copied())
-        })
+        self.charges_of_rule(position).flat_map(|charge| self.receipts_of(charge))
+    }
+
+    /// The receipts of a charge: none if the store was charged.
+    pub fn receipts_of(&self, charge: &Charge) -> impl Iterator<Item = ShardReceipt> + '_ {
+        let layer = charge.counter.layer;
+        let parts = self.result.shard_receipts.iter().filter(move |part| part.layer == layer);
+        charge.receipt().into_iter().chain(parts.copied())
     }
 
     /// The receipts of all charges of the request.

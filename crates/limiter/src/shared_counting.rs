@@ -249,7 +249,8 @@ impl ChargePlan {
         })
     }
 
-    /// Makes charges state the usage of all gateways together, as far as it is known.
+    /// Makes charges state the usage of all gateways together, as far as it is known. The receipts of charges whose usage changes are
+    /// made before, and are with those of shards then.
     pub fn report_total_usage<const W: usize>(
         &self,
         table: &Table<W>,
@@ -258,7 +259,8 @@ impl ChargePlan {
         first: usize,
     ) {
         let keyed_requests = &context.inputs.keyed_requests;
-        for charge in context.result.charges.iter_mut().skip(first) {
+        let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
+        for charge in charges.iter_mut().skip(first) {
             let Some(keyed_request) = keyed_requests[charge.layer.position] else { continue };
             let layer = self.layer(charge.layer);
             match charge.mode {
@@ -273,6 +275,7 @@ impl ChargePlan {
                         && left == 0
                         && layer.request.kind != WindowKind::Sliding
                     {
+                        shard_receipts.extend(charge.take_receipt());
                         charge.usage.end_ms = end_ms;
                     }
                 }
@@ -286,6 +289,7 @@ impl ChargePlan {
                     charge.request.ceiling = layer.capacity.into();
                 }
                 CountingMode::LocalFallback => {
+                    shard_receipts.extend(charge.take_receipt());
                     let whole = charge.request.ceiling.max(u64::from(layer.capacity));
                     charge.usage.used += whole - charge.request.ceiling;
                     charge.request.ceiling = whole;
@@ -312,7 +316,8 @@ impl ChargePlan {
     pub fn add_local_usage<const W: usize>(&self, table: &Table<W>, context: &mut DecisionContext, first: usize) {
         let now_ms = context.result.decided_ms;
         let keyed_requests = &context.inputs.keyed_requests;
-        for charge in &mut context.result.charges[first..] {
+        let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
+        for charge in &mut charges[first..] {
             let layer = self.layer(charge.layer);
             let (Some(keyed_request), CountingMode::Leased, false) =
                 (keyed_requests[charge.layer.position], charge.mode, layer.is_penalty())
@@ -327,7 +332,9 @@ impl ChargePlan {
             }
             if table.known_usage(layer.counter(keyed_request), now_ms).is_none() {
                 // The charge states the usage of its lease, which says nothing about the counter but what this request takes.
-                let own = charge.receipt().map_or(0, |_| charge.request.cost);
+                let receipt = charge.take_receipt();
+                let own = receipt.map_or(0, |_| charge.request.cost);
+                shard_receipts.extend(receipt);
                 charge.usage = Usage { used: own.into(), end_ms: local.end_ms };
             }
             charge.usage.used += local.used;

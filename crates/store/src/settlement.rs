@@ -34,7 +34,7 @@ impl RuleCharges {
     /// Adds what was charged again.
     pub fn add(&mut self, context: &DecisionContext, position: PlanPosition) {
         self.receipts.extend(context.receipts_of_rule(position));
-        let remote = context.charges_of_rule(position).filter(|charge| charge.receipt().is_none());
+        let remote = context.charges_of_rule(position).filter(|charge| context.receipts_of(charge).next().is_none());
         let end_ms = |charge: &LayerCharge| (charge.request.kind != WindowKind::Sliding).then_some(charge.usage.end_ms);
         self.remote.extend(remote.map(|charge| (charge.counter, end_ms(charge))));
     }

@@ -56,6 +56,12 @@ fn decide(gateway: &mut Gateway<8>, cost: u32, is_outage: bool) -> Option<Expect
     }
 }
 
+/// Refunds the last decision.
+fn refund(gateway: &Gateway<8>) {
+    let receipts: Vec<_> = gateway.context.all_receipts().collect();
+    gateway.rule_set().refund(&receipts, u32::MAX, &gateway.table, NOW_MS);
+}
+
 /// Usage and ceiling of each charge, as reported.
 fn reported(context: &DecisionContext) -> Vec<(u64, u64)> {
     context.result.charges.iter().map(|charge| (charge.usage.used, charge.request.ceiling)).collect()
@@ -124,6 +130,9 @@ fn an_exhausted_lease_reports_the_end_that_the_store_reported() {
         assert_eq!(decide(&mut gateway, 1, false), Some(Admitted));
         assert_eq!(gateway.remaining(), (left, end_ms));
     }
+    // The last token goes back to its lease.
+    refund(&gateway);
+    assert_eq!(gateway.table.leased_tokens(counter(&gateway, 0), NOW_MS), 1);
 }
 
 /// The store is asked for more tokens when their number has halved.
@@ -203,6 +212,27 @@ fn an_outage_counts_on_top_of_known_usage() {
     for (cost, expected, used) in [(4, Refused, 7), (2, Admitted, 9), (1, Admitted, 10), (1, Refused, 10)] {
         assert_eq!(decide(&mut gateway, cost, true), Some(expected));
         assert_eq!(reported(&gateway.context), [(used, 10)]);
+    }
+}
+
+/// The charge behind it was made in the next window, which the usage of other gateways does not change.
+#[test]
+fn a_refund_in_an_outage_takes_nothing_from_a_later_charge() {
+    let layer = Limit { capacity: Some(4), ..plain(1, END_MS) };
+    let mut gateway = Gateway::with_large_table(&[Rule { layers: vec![layer], ..leased(1) }]);
+    know(&gateway, 1);
+    assert_eq!(decide(&mut gateway, 1, true), Some(Admitted));
+    let first = gateway.context.clone();
+    assert_eq!(decide(&mut gateway, 1, true), Some(Admitted));
+    assert_eq!(reported(&gateway.context), [(3, 4)]);
+    let last = std::mem::replace(&mut gateway.context, first);
+    for (context, left) in [(None, 2), (Some(last), 1)] {
+        gateway.context = context.unwrap_or(gateway.context);
+        refund(&gateway);
+        let (keyed_request, clock) = (gateway.keyed_request(0, 0, 1), || NOW_MS);
+        let layer = gateway.layer(0, 0).id;
+        let used = gateway.rule_set().local_usage(layer, keyed_request, &gateway.table, DecisionTime::read(&clock));
+        assert_eq!(used.used, left);
     }
 }
 
