@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::client::StoreError;
-use super::lease_sizing::{ChargeId, LeaseRecord, Refusal};
+use super::lease_sizing::{ChargeId, LeaseRecord, Refusal, counter_id};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, TOKENS_MAX, refunds_of};
 use super::shared_counters::{SharedCounters, counter_of_receipt};
 use super::shared_decision::{NextStep, SendResult, SharedDecision, before_deadline};
@@ -64,7 +64,8 @@ struct SentLayer {
     least: u64,
     /// Usage that the store does not know yet; of a layer of penalties, a penalty that it may not know.
     local: Usage,
-    /// The known usage when it was sent.
+    /// The known usage when it was sent, without reports in flight: the store may execute them after the call, if other workers have sent
+    /// them.
     known: u64,
 }
 
@@ -471,7 +472,9 @@ impl SharedDecision {
                 ..base_request
             };
             let counter = layer.counter(keyed_request);
-            let known = shared.table.known_usage(counter, now_ms).map_or(0, |(_, known)| known.into());
+            let known: u64 = shared.table.known_usage(counter, now_ms).map_or(0, |(_, known)| known.into());
+            let reports = shared.usage_order.lock(counter_id(counter)).get().unanswered.reports;
+            let known = known.saturating_sub(reports);
             sent.push(SentLayer {
                 charge: position,
                 layer: layer_ref,

@@ -545,10 +545,11 @@ mod tests {
     use tokio::time::Instant;
 
     use super::super::shared_decision::SharedOutcome;
-    use super::super::test_worker::{ACCOUNT_KEY, Call, KEY, START_MS, TestWorker, leased, run};
+    use super::super::test_worker::{ACCOUNT_KEY, Call, HOUR_MS, KEY, SLIDING_KEY, START_MS, TestWorker, leased, run};
     use super::*;
     use transom_limiter::decision::Decision;
     use transom_limiter::rule::{Rule, Sharing};
+    use transom_limiter::window::Windows;
 
     fn exact(limit: &str) -> Rule {
         Rule { sharing: Sharing::Exact, ..leased(&[limit]) }
@@ -736,6 +737,31 @@ mod tests {
             worker.shared.report_to_reachable().await;
             worker.settled_calls().await;
             assert_eq!(worker.store.used(KEY), used);
+        });
+    }
+
+    /// The known usage of a sliding window refuses nothing, because its tokens come back: the store is asked.
+    #[test]
+    fn a_call_that_overtakes_a_report_admits_nothing_beyond_the_limit() {
+        run(async {
+            let mut rule = exact("2/hour");
+            rule.layers[0].windows = Windows::Sliding { period_ms: HOUR_MS };
+            let worker = TestWorker::new(&[rule]).await;
+            let other = worker.beside();
+            assert_eq!([worker.decide("b", 1).await, other.decide("c", 1).await], [Some(true); 2]);
+            for _ in 0..2 {
+                counted_locally(&worker).await;
+            }
+            worker.store.hold();
+            let shared = Rc::clone(&worker.shared);
+            let report = spawn_local(async move { shared.report_before_exit().await });
+            worker.store.next_calls().await;
+            let held = worker.store.stop_holding();
+            // As if the store had not executed the report yet.
+            worker.store.set_used(SLIDING_KEY, 0);
+            assert_eq!(other.decide("a", 1).await, Some(false));
+            held.notify_waiters();
+            report.await.unwrap();
         });
     }
 
