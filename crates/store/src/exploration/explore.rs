@@ -73,8 +73,8 @@ pub fn explore(scenario: &Scenario) -> Exploration {
 }
 
 /// Lets `events` random events happen, and checks what the store counts afterwards. Returns how many have happened, or if a
-/// property is violated, which.
-pub fn run_at_random(scenario: &Scenario, seed: u64, events: usize) -> Result<usize, String> {
+/// property is violated, which, and the events.
+pub fn run_at_random(scenario: &Scenario, seed: u64, events: usize) -> Result<usize, (String, Vec<Event>)> {
     run(async {
         let mut rng = Rng::with_seed(seed);
         let mut world = World::new(scenario).await;
@@ -97,7 +97,7 @@ pub fn run_at_random(scenario: &Scenario, seed: u64, events: usize) -> Result<us
         }
         match world.broken() {
             None => Ok(happened.len()),
-            Some(broken) => Err(format!("{broken}\n{happened:?}")),
+            Some(broken) => Err((broken.to_owned(), happened)),
         }
     })
 }
@@ -108,22 +108,41 @@ fn weight(event: &Event) -> u32 {
         Event::Execute { .. } | Event::Deliver { .. } => 100,
         Event::Begin { .. } | Event::Respond { .. } => 20,
         Event::Advance { .. } | Event::EndOutage => 4,
-        Event::Cancel { .. } | Event::Cut { .. } => 2,
+        Event::Cancel { .. } | Event::Cut { .. } | Event::Reset { .. } => 2,
         Event::BeginOutage | Event::RestartEmpty | Event::FailOver | Event::Kill { .. } => 1,
     }
 }
 
-/// What happens on the way of these events.
+/// What happens on the way of the events that violate a property. Of random events, those are left out that need not happen.
 pub fn trace(scenario: &Scenario, events: &[Event]) -> String {
+    let (property, _) = replay(scenario, events, false);
+    let kind = property.split(':').next().unwrap_or_default();
+    let (mut events, mut length) = (events.to_vec(), usize::MAX);
+    while !kind.is_empty() && events.len() < length {
+        length = events.len();
+        for position in (0..length).rev() {
+            let fewer = [&events[..position], &events[position + 1..]].concat();
+            if replay(scenario, &fewer, false).0.starts_with(kind) {
+                events = fewer;
+            }
+        }
+    }
+    replay(scenario, &events, true).1
+}
+
+/// Lets those of the events happen that are possible. Returns the property that is violated, and what happens if it is logged.
+fn replay(scenario: &Scenario, events: &[Event], is_logged: bool) -> (String, String) {
     run(async {
         let mut world = World::new(scenario).await;
-        world.log = Some(String::new());
+        world.log = is_logged.then(String::new);
         for event in events {
-            world.apply(*event).await;
+            if world.broken().is_none() && world.enabled().contains(event) {
+                world.apply(*event).await;
+            }
         }
         if world.broken().is_none() {
             world.drain().await;
         }
-        world.log.unwrap_or_default()
+        (world.broken().unwrap_or_default().to_owned(), world.log.unwrap_or_default())
     })
 }

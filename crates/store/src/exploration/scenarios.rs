@@ -7,7 +7,8 @@ use fastrand::Rng;
 use super::explore::{explore, run_at_random, trace};
 use super::world::{RequestKind, Scenario, TIMEOUT_MS, refunded, request};
 use crate::test_worker::{leased, named};
-use transom_limiter::rule::{OnOutage, Rule, Sharing};
+use transom_limiter::handles::{Handle, VariantId};
+use transom_limiter::rule::{OnOutage, Plan, Rule, Sharing};
 use transom_limiter::window::Windows;
 
 /// The kinds of windows. With limits this small, few requests can exceed them.
@@ -40,6 +41,25 @@ fn exact(rule: Rule) -> Rule {
 
 fn refuses_in_outages(rule: Rule) -> Rule {
     Rule { on_outage: OnOutage::Refuse, ..rule }
+}
+
+/// Requests of the plan have a greater limit, and the same counter.
+fn with_plan(rule: Rule) -> Rule {
+    let mut layers = rule.layers.clone();
+    for layer in &mut layers {
+        (layer.tokens, layer.capacity) = (layer.tokens + 1, layer.capacity.map(|capacity| capacity + 1));
+    }
+    Rule { plans: vec![Plan { name: "plan".to_owned(), layers, concurrent: None }], ..rule }
+}
+
+/// A request of that plan.
+fn of_plan(request: RequestKind) -> RequestKind {
+    RequestKind { variant: VariantId::at(1), ..request }
+}
+
+fn in_shards(mut rule: Rule) -> Rule {
+    rule.layers[0].shards = 2;
+    rule
 }
 
 /// Asserts that all states of these requests, with what `change` adds, satisfy all properties; for each kind of windows, with leases
@@ -141,6 +161,41 @@ fn requests_that_fit_are_admitted() {
     let overdrawn = RequestKind { stated: Some(3), ..request(0) };
     for rule in [leased(&["5/minute"]), exact(leased(&["5/minute"]))] {
         holds(vec![rule], &[&[overdrawn], &[request(0), request(0)]], |scenario| scenario.workers = 2);
+    }
+}
+
+#[test]
+fn when_a_key_is_reset() {
+    for rule in rules().into_iter().take(if is_wide() { usize::MAX } else { 1 }) {
+        holds_in_both_modes(rule, &[&[request(0)], &[request(0)]], |scenario| scenario.resets = 1);
+    }
+}
+
+#[test]
+fn with_plans_that_share_a_counter() {
+    let requests: &[&[RequestKind]] = &[&[of_plan(request(0)), request(0)], &[of_plan(refunded(0))]];
+    for rule in rules().map(with_plan) {
+        holds_in_both_modes(rule.clone(), requests, |_| ());
+        holds_in_both_modes(rule, &[&requests.concat()], |_| ());
+    }
+}
+
+#[test]
+fn with_shards() {
+    let [plain, .., accumulating] = rules_of(&["2/minute"]);
+    for rule in [plain, accumulating].map(in_shards) {
+        holds(vec![rule.clone()], THREE, |_| ());
+        holds(vec![rule], ONE_EACH, |scenario| scenario.cuts = 1);
+    }
+}
+
+/// The clock of a gateway is ahead of the store's, and of that of the other gateway.
+#[test]
+fn when_clocks_differ() {
+    for rule in rules().map(refuses_in_outages).into_iter().take(if is_wide() { usize::MAX } else { 1 }) {
+        holds_in_both_modes(rule, &[&[request(0)], &[request(0)]], |scenario| {
+            (scenario.leads_ms, scenario.steps) = (vec![0, 900], vec![59_500, 600]);
+        });
     }
 }
 
@@ -256,32 +311,80 @@ fn with_rules_in_two_slots() {
 /// `TRANSOM_SEED`.
 #[test]
 fn random_events() {
-    let given = std::env::var("TRANSOM_SEED").ok().and_then(|seed| seed.parse().ok());
-    let (first, runs) = match given {
-        Some(seed) => (seed, 1),
-        None if is_wide() => (fastrand::u64(..), 400),
-        None => (1, 8),
-    };
-    for seed in (0..runs).map(|run| first.wrapping_add(run)) {
-        let mut rng = Rng::with_seed(seed);
-        let [plain, sliding, first_request, accumulating] = rules();
-        let rule = rng.choice([plain, sliding, first_request, accumulating]).expect("a rule");
-        let rule = if rng.bool() { exact(rule) } else { rule };
-        let rule = if rng.bool() { refuses_in_outages(rule) } else { rule };
-        let rule = Rule { count_refused: rng.u8(..4) == 0, ..rule };
-        let any_request =
-            |rng: &mut Rng| RequestKind { key: rng.usize(..2), ..if rng.bool() { request(0) } else { refunded(0) } };
-        let mut scenario = Scenario::new(vec![rule], &[]);
-        scenario.requests = (0..4).map(|_| (0..500).map(|_| any_request(&mut rng)).collect()).collect();
-        scenario.steps = (0..400).map(|_| rng.choice([10, 30, 100, 1000, 20_000]).expect("a step")).collect();
+    runs_at_random(8, |rng| {
+        let mut scenario = random_scenario(rng, 500);
         (scenario.cuts, scenario.outages, scenario.cancels) = (20, 5, 30);
-        (scenario.keeps_calls, scenario.workers) = (rng.bool(), rng.choice([1, 2]).expect("a number"));
+        (scenario.resets, scenario.keeps_calls) = (rng.choice([0, 20]).expect("a number"), rng.bool());
         if rng.bool() {
             (scenario.restarts, scenario.failovers, scenario.kills) = (3, 3, 1);
         }
+        scenario
+    });
+}
+
+/// As above, with few requests and failures, so that more properties must hold.
+#[test]
+fn random_events_of_few_requests() {
+    runs_at_random(200, |rng| {
+        let mut scenario = random_scenario(rng, 6);
+        let failures = [
+            &mut scenario.cuts,
+            &mut scenario.outages,
+            &mut scenario.cancels,
+            &mut scenario.resets,
+            &mut scenario.restarts,
+            &mut scenario.failovers,
+            &mut scenario.kills,
+        ];
+        failures.into_iter().for_each(|failure| *failure = u8::from(rng.u8(..5) == 0));
+        scenario
+    });
+}
+
+/// Gateways with a rule of some kind, and the requests of each worker, without failures.
+fn random_scenario(rng: &mut Rng, requests: usize) -> Scenario {
+    let limits = rng.choice([["1/minute", "2/hour"], ["5/minute", "8/hour"]]).expect("limits");
+    let rule = rng.choice(rules_of(&limits)).expect("a rule");
+    let rule = if rng.bool() { exact(rule) } else { rule };
+    // What is owed under one limit is not converted to windows of another.
+    let has_plan = rng.bool() && rule.layers.iter().all(|layer| layer.capacity.is_none());
+    let rule = match rng.u8(..4) {
+        _ if has_plan => with_plan(rule),
+        0 => in_shards(leased(&["4/minute"])),
+        _ => rule,
+    };
+    let rule = if rng.bool() { refuses_in_outages(rule) } else { rule };
+    let rule = Rule { count_refused: rng.u8(..4) == 0, ..rule };
+    let any_request = |rng: &mut Rng| {
+        let request = RequestKind { key: rng.usize(..2), ..if rng.bool() { request(0) } else { refunded(0) } };
+        if has_plan && rng.bool() { of_plan(request) } else { request }
+    };
+    let mut scenario = Scenario::new(vec![rule], &[]);
+    scenario.requests = (0..4).map(|_| (0..requests).map(|_| any_request(rng)).collect()).collect();
+    scenario.steps = (0..requests).map(|_| rng.choice([10, 30, 100, 1000, 20_000]).expect("a step")).collect();
+    scenario.workers = rng.choice([1, 2, 4]).expect("a number");
+    if rng.bool() {
+        scenario.leads_ms = (0..4).map(|_| rng.u64(..1000)).collect();
+    }
+    scenario
+}
+
+/// Runs as many random scenarios, or more if scenarios run for minutes; or that of `TRANSOM_SEED`.
+fn runs_at_random(runs: u64, random_scenario: impl Fn(&mut Rng) -> Scenario) {
+    let given = std::env::var("TRANSOM_SEED").ok().and_then(|seed| seed.parse().ok());
+    let (first, runs) = match given {
+        Some(seed) => (seed, 1),
+        None if is_wide() => (fastrand::u64(..), 50 * runs),
+        None => (1, runs),
+    };
+    for seed in (0..runs).map(|run| first.wrapping_add(run)) {
+        let scenario = random_scenario(&mut Rng::with_seed(seed));
         match run_at_random(&scenario, seed, 8000) {
             Ok(events) => println!("TRANSOM_SEED={seed}: {events} events"),
-            Err(broken) => panic!("TRANSOM_SEED={seed}: {broken}"),
+            Err((broken, events)) => {
+                println!("{}\n{:#?}", trace(&scenario, &events), scenario.rules);
+                panic!("TRANSOM_SEED={seed}: {broken}\n{events:?}");
+            }
         }
     }
 }

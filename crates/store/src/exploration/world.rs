@@ -18,8 +18,8 @@ use foldhash::fast::FixedState;
 use tokio::task::{AbortHandle, LocalSet};
 
 use crate::counter_access::{CounterAccess, RequestKeys};
+use crate::decision_queries::KeyQuery;
 use crate::settlement::RuleCharges;
-
 use crate::shared_counters::{SharedByWorkers, SharedCounters};
 use crate::shared_decision::{BeginResult, SharedOutcome};
 use crate::simulated_store::network::{Network, hash_of};
@@ -28,7 +28,7 @@ use transom_config::redis::{Nodes, StoreConfig};
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::{LayerId, RuleId};
+use transom_limiter::handles::{LayerId, RuleId, VariantId};
 use transom_limiter::key::Seed;
 use transom_limiter::rule::{OnOutage, Rule};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
@@ -81,6 +81,10 @@ pub struct Scenario {
     pub kills: u8,
     /// Requests whose client leaves.
     pub cancels: u8,
+    /// Resets of the first key.
+    pub resets: u8,
+    /// By how much the clock of each gateway is ahead of the store's, milliseconds; without a number it is not.
+    pub leads_ms: Vec<u64>,
 }
 
 impl Scenario {
@@ -99,6 +103,8 @@ impl Scenario {
             failovers: 0,
             kills: 0,
             cancels: 0,
+            resets: 0,
+            leads_ms: Vec::new(),
         }
     }
 }
@@ -111,11 +117,13 @@ pub struct RequestKind {
     pub cost: u32,
     /// If set, the response states this cost.
     pub stated: Option<u32>,
+    /// The windows that apply: the default ones, or those of a plan.
+    pub variant: VariantId,
 }
 
 /// A request of one token.
 pub const fn request(key: usize) -> RequestKind {
-    RequestKind { key, cost: 1, stated: None }
+    RequestKind { key, cost: 1, stated: None, variant: VariantId::DEFAULT }
 }
 
 /// A request of one token that is refunded after the response.
@@ -133,6 +141,10 @@ pub enum Event {
     Cancel {
         gateway: usize,
         request: usize,
+    },
+    /// A worker is asked to reset the first key.
+    Reset {
+        gateway: usize,
     },
     /// The response to an admitted request states its cost.
     Respond {
@@ -217,9 +229,13 @@ struct Observations {
     overdrawn: BTreeMap<(usize, String), u64>,
     /// Tokens of refused requests that count.
     refused: [u64; KEYS.len()],
+    /// When each key was reset.
+    resets: [Vec<u64>; KEYS.len()],
     /// Whether calls, replies or a gateway were lost.
     has_lost_calls: bool,
     has_lost_data: bool,
+    /// Whether a response stated less than was charged.
+    has_refunded: bool,
     /// Whether a gateway may have counted without the store.
     has_counted_alone: bool,
 }
@@ -227,6 +243,7 @@ struct Observations {
 pub struct World {
     scenario: Scenario,
     network: Network,
+    /// The store's clock.
     clock: Clock,
     /// The workers of all gateways, gateway by gateway.
     gateways: Vec<Gateway>,
@@ -255,6 +272,8 @@ impl World {
         for number in 0..scenario.requests.len() / scenario.workers {
             let of_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(256).expect("memory")));
             let workers = (0..scenario.workers).map(|nth| number * scenario.workers + nth);
+            let lead_ms = scenario.leads_ms.get(number).copied().unwrap_or(0);
+            let clock = Clock::stepped(START_MS + lead_ms, now.into_std());
             gateways.extend(workers.map(|worker| Gateway::new(worker, scenario.is_cluster, &of_workers, &clock)));
         }
         let mut world = World {
@@ -280,7 +299,8 @@ impl World {
 
     /// The events that can happen now.
     pub fn enabled(&self) -> Vec<Event> {
-        let Scenario { requests, steps, cuts, outages, restarts, failovers, kills, cancels, .. } = &self.scenario;
+        let Scenario { requests, steps, cuts, outages, restarts, failovers, kills, cancels, resets, .. } =
+            &self.scenario;
         let mut events = Vec::new();
         let connections =
             |event: fn(usize) -> Event, connections: Vec<usize>| connections.into_iter().map(event).collect::<Vec<_>>();
@@ -289,6 +309,9 @@ impl World {
         for (number, gateway) in self.gateways.iter().enumerate().filter(|(_, gateway)| gateway.is_alive) {
             if !requests[number].is_empty() {
                 events.push(Event::Begin { gateway: number });
+            }
+            if *resets > 0 {
+                events.push(Event::Reset { gateway: number });
             }
             for (nth, request) in gateway.requests.iter().enumerate() {
                 match &*request.stage.borrow() {
@@ -323,6 +346,10 @@ impl World {
             Event::Cancel { gateway, request } => {
                 self.scenario.cancels -= 1;
                 self.gateways[gateway].requests[request].cancel();
+            }
+            Event::Reset { gateway } => {
+                self.scenario.resets -= 1;
+                self.reset(gateway);
             }
             Event::Respond { gateway, request } => self.respond(gateway, request),
             Event::Execute { connection } => {
@@ -377,6 +404,7 @@ impl World {
         match event {
             Event::Begin { gateway }
             | Event::Cancel { gateway, .. }
+            | Event::Reset { gateway }
             | Event::Respond { gateway, .. }
             | Event::Kill { gateway } => vec![gateway],
             Event::Deliver { connection } | Event::Cut { connection } => vec![self.network.gateway_of(connection)],
@@ -389,8 +417,7 @@ impl World {
 
     fn begin(&mut self, number: usize) {
         let kind = self.scenario.requests[number].remove(0);
-        let keyed_requests = self.rule_set.rules.ids().map(|rule| Some(self.keyed_request(rule, kind))).collect();
-        let store_keys = self.store_keys(kind.key);
+        let KeyQuery { keyed_requests, store_keys, .. } = self.query(kind);
         let request = Rc::new(Request {
             kind,
             begun_ms: self.clock.now().unix_ms,
@@ -422,6 +449,29 @@ impl World {
         request.task.replace(Some(task.abort_handle()));
     }
 
+    /// The keys of a request.
+    fn query(&self, kind: RequestKind) -> KeyQuery<'_> {
+        KeyQuery {
+            charge_plan: &self.charge_plan,
+            keyed_requests: self.rule_set.rules.ids().map(|rule| Some(self.keyed_request(rule, kind))).collect(),
+            reserve: false,
+            store_keys: self.store_keys(kind.key),
+        }
+    }
+
+    /// Resets the first key, as the decision API does.
+    fn reset(&mut self, number: usize) {
+        let kind = request(0);
+        self.observed.resets[kind.key].push(self.clock.now().unix_ms);
+        let KeyQuery { keyed_requests, store_keys, .. } = self.query(kind);
+        let gateway = &self.gateways[number];
+        let (counters, charge_plan) = (Rc::clone(&gateway.counters), Rc::clone(&self.charge_plan));
+        gateway.tasks.spawn_local(async move {
+            let query = KeyQuery { charge_plan: &charge_plan, keyed_requests, reserve: false, store_keys };
+            _ = counters.reset(&query).await;
+        });
+    }
+
     /// Settles an admitted request, as the proxy does.
     fn respond(&mut self, number: usize, nth: usize) {
         let gateway = &self.gateways[number];
@@ -441,6 +491,7 @@ impl World {
         let _guard = gateway.tasks.enter();
         settle();
         let difference = i64::from(stated) - i64::from(request.kind.cost);
+        self.observed.has_refunded |= difference < 0;
         self.note_admitted(request.kind, &outcome.context, difference, true);
     }
 
@@ -472,6 +523,8 @@ impl World {
     async fn advance(&mut self, ms: u64) {
         let step = Duration::from_millis(ms);
         self.clock.advance(step);
+        // Workers of a gateway share its clock.
+        self.gateways.iter().step_by(self.scenario.workers).for_each(|gateway| gateway.counters.clock.advance(step));
         self.network.set_time(self.clock.now().unix_ms);
         tokio::time::advance(step).await;
     }
@@ -557,25 +610,41 @@ impl World {
         let charges: Vec<(LayerId, u64)> =
             charges.filter(|(layer, _)| !self.rule_set.layer(*layer).is_penalty()).collect();
         for (layer, end_ms) in charges {
-            let (compiled, name) = (self.rule_set.layer(layer), self.base((layer, kind.key)));
+            let name = self.base((layer, kind.key));
             let overdrawn = self.observed.overdrawn.entry((kind.key, name.clone())).or_default();
             *overdrawn += if is_settled { u64::try_from(tokens).unwrap_or(0) } else { 0 };
             let overdrawn = *overdrawn;
             let admitted = self.observed.admitted.entry((kind.key, name.clone(), end_ms)).or_default();
             *admitted = admitted.saturating_add_signed(tokens);
-            // A single gateway remembers what the store has lost.
-            let forgotten = self.observed.forgotten.get(&(kind.key, name.clone())).filter(|_| self.histories.len() > 1);
+            // A single gateway remembers what the store has lost, without refunds in flight.
+            let may_forget = self.histories.len() > 1 || self.observed.has_refunded;
+            let forgotten = self.observed.forgotten.get(&(kind.key, name.clone())).filter(|_| may_forget);
             let forgotten = forgotten.copied().unwrap_or(0);
             // A gateway that cannot reach the store counts alone.
             let is_local = self.rule_set.rules[layer.rule].rule.on_outage == OnOutage::Local;
             let counts_alone = is_local && (self.observed.has_lost_calls || self.observed.has_counted_alone);
-            let parts = if counts_alone { self.histories.len() as u64 } else { 1 };
-            let most = u64::from(compiled.capacity) * parts + forgotten + overdrawn;
-            if *admitted > most {
-                let admitted = *admitted;
+            // What is known of shards does not bound what late replies grant.
+            let is_sharded = self.rule_set.layer(layer).shards > 1;
+            let parts = if counts_alone { self.histories.len() as u64 + u64::from(is_sharded) } else { 1 };
+            let admitted = *admitted;
+            let since_ms = end_ms.saturating_sub(2 * self.rule_set.windows_of(self.rule_set.layer(layer)).typical_ms());
+            let resets = self.observed.resets[kind.key].iter().filter(|reset_ms| **reset_ms >= since_ms).count() as u64;
+            let most = self.capacity(layer) * (parts + resets) + forgotten + overdrawn;
+            if admitted > most && !is_settled {
                 self.broken.get_or_insert_with(|| format!("{NEVER_OVER}: {name} admitted {admitted}, {most} allowed"));
             }
         }
+    }
+
+    /// The limit of a counter. Windows of several plans may share it: a request of one plan may spend a token that the store has granted
+    /// before requests of a plan with a greater limit, unless there is only one worker.
+    fn capacity(&self, layer: LayerId) -> u64 {
+        let compiled = &self.rule_set.rules[layer.rule];
+        let layers = compiled.variants().flat_map(|(_, layers)| layers.map(|(of_plan, _)| of_plan));
+        let share_counter = layers.filter(|of_plan| compiled.suffix(*of_plan) == compiled.suffix(layer));
+        let capacities = share_counter.map(|of_plan| self.rule_set.layer(of_plan).capacity.into());
+        let own = self.rule_set.layer(layer).capacity.into();
+        if self.gateways.len() == 1 { own } else { capacities.max().unwrap_or(own) }
     }
 
     /// Executes and delivers all calls in flight, in order.
@@ -620,16 +689,22 @@ impl World {
             let windows = self.observed.admitted.iter().filter(|((_, of, _), _)| *of == name);
             let (ends, admitted): (Vec<u64>, Vec<u64>) =
                 windows.map(|((_, _, end_ms), tokens)| (end_ms, tokens)).unzip();
-            if ends.len() > 1 || ends.iter().any(|end_ms| *end_ms <= now_ms) {
+            // A reset ends leases that were granted after the store has executed it.
+            let is_reset = !self.observed.resets[counter.1].is_empty();
+            if is_reset || ends.len() > 1 || ends.iter().any(|end_ms| *end_ms <= now_ms) {
                 continue;
             }
-            let (used, admitted) = (self.used(&name), admitted.iter().sum::<u64>());
-            let may_count_less = self.observed.has_lost_data || self.network.has_lost_calls();
-            // A gateway that dies takes what it has not spent or refunded.
-            let may_count_more = self.is_any_dead();
+            let (used, admitted) = (self.used(counter), admitted.iter().sum::<u64>());
+            // A gateway that dies takes what it has counted alone.
+            let Observations { has_lost_calls, has_lost_data, has_counted_alone, .. } = self.observed;
+            let has_died_alone = self.is_any_dead() && (has_lost_calls || has_counted_alone);
+            let may_count_less = has_lost_data || self.network.has_lost_calls() || has_died_alone;
+            // A gateway that dies takes what it has not spent or refunded; tokens of several shards go back to one of them, as far as it
+            // counts as many.
+            let may_count_more = self.is_any_dead() || self.rule_set.layer(counter.0).shards > 1;
             let counts_refused = self.rule_set.rules[counter.0.rule].rule.count_refused;
             let refused = if counts_refused { self.observed.refused[counter.1] } else { 0 };
-            let surplus = refused + self.sum_of_keys(&name, |key| self.network.surplus(key));
+            let surplus = refused + self.sum_of_keys(counter, |key| self.network.surplus(key));
             let is_wrong = used < admitted && !may_count_less || used > admitted + surplus && !may_count_more;
             if is_wrong {
                 let what = || format!("{COUNTED}: {name} counts {used}, {admitted} admitted, {surplus} lost");
@@ -647,8 +722,7 @@ impl World {
         };
         let Some(number) = (0..self.gateways.len()).find(|number| has_one_store(*number)) else { return };
         let kind = request(0);
-        let has_room =
-            |layer: LayerId| self.used(&self.base((layer, kind.key))) < self.rule_set.layer(layer).capacity.into();
+        let has_room = |layer: LayerId| self.used((layer, kind.key)) < self.rule_set.layer(layer).capacity.into();
         let fits = self.layers(kind).into_iter().all(has_room);
         // A request may be refused by what the gateway knows; then the gateway asks the store again.
         let mut is_admitted = false;
@@ -661,7 +735,9 @@ impl World {
                 is_admitted = matches!(&*request.stage.borrow(), Stage::Admitted(_));
             }
         }
-        if fits && !is_admitted {
+        // A refusal that counts takes what remains.
+        let counts_refused = self.rule_set.rules.iter().any(|compiled| compiled.rule.count_refused);
+        if fits && !is_admitted && !counts_refused {
             self.broken.get_or_insert_with(|| NOT_REFUSED_FOREVER.to_owned());
         }
     }
@@ -677,8 +753,9 @@ impl World {
         self.network.hash(&mut hasher);
         (&self.observed, &self.histories).hash(&mut hasher);
         self.gateways.iter().for_each(|gateway| gateway.is_alive.hash(&mut hasher));
-        let Scenario { requests, steps, cuts, outages, restarts, failovers, kills, cancels, .. } = &self.scenario;
-        (requests, steps.len(), cuts, outages, restarts, failovers, kills, cancels).hash(&mut hasher);
+        let Scenario { requests, steps, cuts, outages, restarts, failovers, kills, cancels, resets, .. } =
+            &self.scenario;
+        (requests, steps.len(), cuts, outages, restarts, failovers, kills, cancels, resets).hash(&mut hasher);
         hasher.finish()
     }
 
@@ -693,7 +770,7 @@ impl World {
                 Stage::Admitted(_) => "admitted",
                 Stage::Ended => "ended",
             });
-            let _ = writeln!(log, "    gateway {number}: {:?}", stages.collect::<Vec<_>>());
+            let _ = writeln!(log, "    worker {number}: {:?}", stages.collect::<Vec<_>>());
         }
         self.log = Some(log);
     }
@@ -705,18 +782,19 @@ impl World {
     }
 
     /// The tokens that the store counts under the keys of a counter.
-    fn used(&self, base: &str) -> u64 {
-        self.sum_of_keys(base, |key| self.network.used(key))
+    fn used(&self, counter: CounterOfKey) -> u64 {
+        self.sum_of_keys(counter, |key| self.network.used(key))
     }
 
-    fn sum_of_keys(&self, base: &str, tokens: impl Fn(&str) -> u64) -> u64 {
+    fn sum_of_keys(&self, counter: CounterOfKey, tokens: impl Fn(&str) -> u64) -> u64 {
         let keys = self.network.keys();
-        let of_counter = keys.iter().filter(|key| is_key_of(key, base) && !key.contains(":penalty:"));
+        let of_counter = keys.iter().filter(|key| self.is_key_of(key, counter) && !key.contains(":penalty:"));
         of_counter.map(|key| tokens(key)).sum()
     }
 
     fn keyed_request(&self, rule: RuleId, kind: RequestKind) -> KeyedRequest {
-        keyed_request(&self.rule_set, rule, KEYS[kind.key], kind.cost)
+        let keyed_request = keyed_request(&self.rule_set, rule, KEYS[kind.key], kind.cost);
+        KeyedRequest { variant: kind.variant, ..keyed_request }
     }
 
     fn store_keys(&self, key: usize) -> StoreKeys {
@@ -727,17 +805,30 @@ impl World {
         format!("{}|{}", self.rule_set.rules[rule].rule.name, KEYS[key])
     }
 
-    /// The beginning of a counter's keys in the store.
-    fn base(&self, (layer, key): CounterOfKey) -> String {
+    /// The name of a counter: the beginning of its keys in the store, of the first shard.
+    fn base(&self, counter: CounterOfKey) -> String {
+        self.shard_base(counter, 0)
+    }
+
+    fn shard_base(&self, (layer, key): CounterOfKey, shard: u32) -> String {
         let suffix = self.rule_set.rules[layer.rule].suffix(layer);
-        self.gateways[0].shared.key_base(&self.text(layer.rule, key), suffix, 0).to_string()
+        self.gateways[0].shared.key_base(&self.text(layer.rule, key), suffix, shard).to_string()
+    }
+
+    /// Whether a key of the store is of this counter.
+    fn is_key_of(&self, store_key: &str, counter: CounterOfKey) -> bool {
+        (0..self.rule_set.layer(counter.0).shards).any(|shard| {
+            let rest = store_key.strip_prefix(&self.shard_base(counter, shard));
+            rest.is_some_and(|rest| rest.starts_with(':'))
+        })
     }
 
     /// The counter that a key in the store belongs to.
     fn counter_named(&self, store_key: &str) -> Option<(usize, String)> {
-        let mut counters = (0..KEYS.len())
-            .flat_map(|key| self.layers(request(key)).into_iter().map(move |layer| (key, self.base((layer, key)))));
-        counters.find(|(_, base)| is_key_of(store_key, base))
+        let mut counters =
+            (0..KEYS.len()).flat_map(|key| self.layers(request(key)).into_iter().map(move |layer| (layer, key)));
+        let counter = counters.find(|counter| self.is_key_of(store_key, *counter))?;
+        Some((counter.1, self.base(counter)))
     }
 }
 
@@ -782,9 +873,4 @@ impl Request {
         }
         self.set(Stage::Ended);
     }
-}
-
-/// Whether a key of the store is of the counter with this key base.
-fn is_key_of(store_key: &str, base: &str) -> bool {
-    store_key.strip_prefix(base).is_some_and(|rest| rest.starts_with(':'))
 }
