@@ -17,6 +17,7 @@ use transom_runtime::clock::Clock;
 use transom_runtime::metrics::Registry;
 use transom_runtime::metrics::redis::SharedDataMetrics;
 use transom_store::map_follower::{Entries, Update};
+use transom_store::shared_map::MapChange;
 
 /// The name of the data in the store, in metrics and in messages.
 const NAME: &str = "clients";
@@ -50,11 +51,18 @@ impl SharedClients {
         let (changed, has_changed) = (Arc::clone(&target), Arc::clone(limits_changed));
         let update = move |update: Update<'_>| {
             let live = Arc::clone(&changed.lock().unwrap_or_else(PoisonError::into_inner));
-            live.change(|plans| match update {
-                Update::All(entries) => load(plans, entries),
-                Update::Changes(changes) => {
-                    plans.change(
-                        changes.iter().map(|change| (&*change.name, read(&change.name, change.text.as_deref()))),
+            live.change(|plans| {
+                let contested = plans.contested().count();
+                match update {
+                    Update::All(entries) => load(plans, entries),
+                    Update::Changes(changes) => {
+                        let read = |change: &MapChange| read(&change.name, change.text.as_deref());
+                        plans.change(changes.iter().map(|change| (&*change.name, read(change))));
+                    }
+                }
+                if let (true, Some(names)) = (plans.contested().count() > contested, plans.contested().last()) {
+                    tracing::warn!(
+                        "clients in the store have a key or a subject in common; the first has it: {names:?}"
                     );
                 }
             });

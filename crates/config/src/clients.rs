@@ -156,7 +156,8 @@ impl Client {
 }
 
 impl Client {
-    /// As [`Client::from_json`] reads it.
+    /// As [`Client::from_json`] reads it. It has all members that this version knows, also empty ones: other members of a stored
+    /// client are kept when it changes.
     pub fn to_json(&self) -> Value {
         let digests: Vec<String> = self.api_keys.iter().map(Digest::to_string).collect();
         let networks: Vec<String> = self.networks.iter().map(Network::to_string).collect();
@@ -174,6 +175,16 @@ impl Client {
         (!self.limits.is_empty()).then_some(Value::Object(limits))
     }
 
+    /// What two clients have in common, although it should belong to one.
+    pub fn shares_with(&self, other: &Client) -> Option<&'static str> {
+        match () {
+            () if self.api_keys.iter().any(|key| other.api_keys.contains(key)) => Some("key"),
+            () if self.subjects.iter().any(|subject| other.subjects.contains(subject)) => Some("subject"),
+            () if self.networks.iter().any(|network| other.networks.contains(network)) => Some("network"),
+            () => None,
+        }
+    }
+
     /// Why this cannot be a client in the store.
     ///
     /// # Errors
@@ -182,7 +193,9 @@ impl Client {
     pub fn check(&self, clients: &Clients) -> Result<(), String> {
         let plans = || quoted_list(clients.defined_plans.iter().map(String::as_str), "and");
         match self {
-            _ if !is_name(&self.name) => Err("a name has at most 64 letters, digits, `_`, `-` and `.`".to_owned()),
+            _ if !is_name(&self.name) => {
+                Err("a name has at most 64 letters, digits, `_`, `-` and `.`, and is neither `.` nor `..`".to_owned())
+            }
             _ if !clients.defined_plans.contains(&self.plan) => {
                 Err(format!("plan {} is not defined by any rule; plans: {}", quoted(&self.plan), plans()))
             }

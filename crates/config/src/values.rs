@@ -114,11 +114,11 @@ pub fn is_name(text: &str) -> bool {
     text == nearest_name(text)
 }
 
-/// The name with each unsuitable character replaced by `-`, cut to 64 characters.
+/// The name with each unsuitable character replaced by `-`, cut to 64 characters. `.` and `..` cannot stand in a path of the API.
 fn nearest_name(name: &str) -> String {
     let fits = |c: char| if c.is_ascii_alphanumeric() || "_.-".contains(c) { c } else { '-' };
     let valid: String = name.chars().map(fits).take(64).collect();
-    if valid.is_empty() { String::from("NAME") } else { valid }
+    if ["", ".", ".."].contains(&&*valid) { String::from("NAME") } else { valid }
 }
 
 /// The name of a header field in lower case; `None` if the text is not a field name (RFC 9110, section 5.1). Names are not

@@ -50,6 +50,9 @@ pub struct ClientPlans {
     by_api_key: ShardedTable<(Digest, Arc<KnownClient>)>,
     by_subject: ShardedTable<(Arc<KnownClient>, u32)>,
     by_network: Arc<ClientNetworks>,
+    /// Clients that are unknown because no rule defines their plan. What is theirs is not free.
+    without_plan: Arc<BTreeMap<String, Client>>,
+    contested: Arc<Contested>,
     /// The number of the next client.
     next_number: usize,
     limits: LimitedClients,
@@ -67,6 +70,16 @@ struct LimitedClients {
     next_end_ms: Option<u64>,
     /// Whether a client has limits that are no plan yet.
     lacks_plans: bool,
+}
+
+/// What several clients in the store have, although the API gives nothing to two of them, and their names. The first name has it, so
+/// that all gateways agree, in whatever order they learn of the clients.
+type Contested = BTreeMap<Identifier, BTreeSet<String>>;
+
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Identifier {
+    ApiKey(Digest),
+    Subject(String),
 }
 
 /// Where requests name clients, and the plans that clients can have: what the configuration says.
@@ -133,10 +146,10 @@ struct ClientNetworks {
 impl ClientNetworks {
     fn new(by_name: BTreeMap<String, Arc<KnownClient>>) -> ClientNetworks {
         let clients: Vec<Arc<KnownClient>> = by_name.values().cloned().collect();
-        let networks = clients
-            .iter()
-            .zip(0..)
-            .flat_map(|(client, position)| client.networks.iter().map(move |network| (*network, position)));
+        // Of two clients with one network, the first has it, as with keys.
+        let by_position = (0..).zip(&clients).collect::<Vec<_>>().into_iter().rev();
+        let networks =
+            by_position.flat_map(|(position, client)| client.networks.iter().map(move |network| (*network, position)));
         ClientNetworks { networks: Networks::new(networks), by_name, clients }
     }
 
@@ -267,6 +280,8 @@ impl ClientPlans {
             by_api_key: ShardedTable::for_entries(clients),
             by_subject: ShardedTable::for_entries(0),
             by_network: Arc::new(ClientNetworks::new(BTreeMap::new())),
+            without_plan: Arc::default(),
+            contested: Arc::default(),
             next_number: 0,
             limits: LimitedClients::default(),
         };
@@ -283,6 +298,8 @@ impl ClientPlans {
             by_api_key: ShardedTable::for_entries(clients),
             by_subject: ShardedTable::for_entries(0),
             by_network: Arc::new(ClientNetworks::new(BTreeMap::new())),
+            without_plan: Arc::default(),
+            contested: Arc::default(),
             next_number: self.next_number,
             limits: LimitedClients {
                 names: Arc::default(),
@@ -393,7 +410,14 @@ impl ClientPlans {
             if former.as_deref().is_some_and(|former| !former.limits.is_empty()) {
                 Arc::make_mut(&mut self.limits.names).remove(name);
             }
-            let (Some(client), Some(plan)) = (client, plan) else { continue };
+            if self.without_plan.contains_key(name) {
+                Arc::make_mut(&mut self.without_plan).remove(name);
+            }
+            let Some(client) = client else { continue };
+            let Some(plan) = plan else {
+                Arc::make_mut(&mut self.without_plan).insert(name.to_owned(), client);
+                continue;
+            };
             let plan_id = self.plan_with_limits(&client, plan, former.as_deref());
             if !client.limits.is_empty() {
                 self.note_limits(&client);
@@ -419,30 +443,91 @@ impl ClientPlans {
     }
 
     fn insert(&mut self, client: Arc<KnownClient>) {
-        let sources = &self.sources;
-        for key in &client.api_keys {
-            // Of two clients with one key, the last one has it.
-            self.by_api_key.remove(hash_of_digest(key), |(known, _)| known == key);
-            self.by_api_key.insert((*key, Arc::clone(&client)), |(key, _)| hash_of_digest(key));
+        for key in client.api_keys.iter().map(|key| Identifier::ApiKey(*key)) {
+            self.give(key, &client);
         }
-        for (position, subject) in (0..).zip(&client.subjects) {
-            let hash = sources.hasher.hash_one(subject.as_bytes());
-            self.by_subject.remove(hash, |(known, position)| known.subjects[*position as usize] == *subject);
-            self.by_subject.insert((Arc::clone(&client), position), |entry| sources.hash_of_subject(entry));
+        for subject in client.subjects.iter().map(|subject| Identifier::Subject(subject.clone())) {
+            self.give(subject, &client);
         }
+        let sources = Arc::clone(&self.sources);
         self.by_name.insert(client, |client| sources.hash_of_name(client));
     }
 
+    /// Gives a client a key or a subject of it, unless a client that precedes it has the same.
+    fn give(&mut self, identifier: Identifier, client: &Arc<KnownClient>) {
+        if let Some(owner) = self.owner(&identifier)
+            && owner.name != client.name
+        {
+            let names = [owner.name.clone(), client.name.clone()];
+            let precedes = names[0] < names[1];
+            Arc::make_mut(&mut self.contested).entry(identifier.clone()).or_default().extend(names);
+            if precedes {
+                return;
+            }
+        }
+        self.take(&identifier);
+        match identifier {
+            Identifier::ApiKey(key) => {
+                self.by_api_key.insert((key, Arc::clone(client)), |(key, _)| hash_of_digest(key));
+            }
+            Identifier::Subject(subject) => {
+                let position = client.subjects.iter().position(|known| *known == subject);
+                let entry = (Arc::clone(client), position.and_then(|at| u32::try_from(at).ok()).unwrap_or_default());
+                let sources = &self.sources;
+                self.by_subject.insert(entry, |entry| sources.hash_of_subject(entry));
+            }
+        }
+    }
+
+    /// Takes a key or a subject from the client that has it.
+    fn take(&mut self, identifier: &Identifier) {
+        match identifier {
+            Identifier::ApiKey(key) => self.by_api_key.remove(hash_of_digest(key), |(known, _)| known == key),
+            Identifier::Subject(subject) => {
+                let hash = self.sources.hasher.hash_one(subject.as_bytes());
+                self.by_subject.remove(hash, |(client, position)| client.subjects[*position as usize] == *subject);
+            }
+        }
+    }
+
+    fn owner(&self, identifier: &Identifier) -> Option<&KnownClient> {
+        match identifier {
+            Identifier::ApiKey(key) => self.by_digest(key),
+            Identifier::Subject(subject) => self.by_subject(subject.as_bytes()),
+        }
+    }
+
     fn remove(&mut self, client: &Arc<KnownClient>) {
-        let is_client = |known: &Arc<KnownClient>| Arc::ptr_eq(known, client);
-        for key in &client.api_keys {
-            self.by_api_key.remove(hash_of_digest(key), |(known, owner)| known == key && is_client(owner));
+        self.by_name.remove(self.sources.hash_of_name(client), |known| Arc::ptr_eq(known, client));
+        let keys = client.api_keys.iter().map(|key| Identifier::ApiKey(*key));
+        let subjects = client.subjects.iter().map(|subject| Identifier::Subject(subject.clone()));
+        for identifier in keys.chain(subjects) {
+            if self.owner(&identifier).is_some_and(|owner| owner.name == client.name) {
+                self.take(&identifier);
+            }
+            if self.contested.contains_key(&identifier) {
+                self.pass_on(&identifier, &client.name);
+            }
         }
-        for (position, subject) in (0..).zip(&client.subjects) {
-            let hash = self.sources.hasher.hash_one(subject.as_bytes());
-            self.by_subject.remove(hash, |(owner, known)| *known == position && is_client(owner));
+    }
+
+    /// Gives what several clients have, one of which has gone, to the first of the others.
+    fn pass_on(&mut self, identifier: &Identifier, gone: &str) {
+        let contested = Arc::make_mut(&mut self.contested);
+        let Some(mut names) = contested.remove(identifier) else { return };
+        names.remove(gone);
+        let first = names.first().cloned();
+        if names.len() > 1 {
+            contested.insert(identifier.clone(), names);
         }
-        self.by_name.remove(self.sources.hash_of_name(client), is_client);
+        if let Some(first) = first.and_then(|first| self.named(&first).cloned()) {
+            self.give(identifier.clone(), &first);
+        }
+    }
+
+    /// Names of clients that have a key or a subject in common.
+    pub fn contested(&self) -> impl Iterator<Item = &BTreeSet<String>> {
+        self.contested.values()
     }
 
     /// The client of this name.
@@ -453,18 +538,17 @@ impl ClientPlans {
     /// What of a client another one has, and the name of that one.
     pub fn conflict(&self, client: &Client) -> Option<(&'static str, &str)> {
         let other = |owner: &KnownClient| owner.name != client.name;
-        let keys = client.api_keys.iter().filter_map(|key| {
-            let found = self.by_api_key.find(hash_of_digest(key), |(known, _)| known == key);
-            found.map(|(_, owner)| ("key", owner))
-        });
+        let keys = client.api_keys.iter().filter_map(|key| Some(("key", self.by_digest(key)?)));
         let subjects =
             client.subjects.iter().filter_map(|subject| Some(("subject", self.by_subject(subject.as_bytes())?)));
         let networked = self.by_network.clients.iter();
         let networks = networked.filter(|owner| owner.networks.iter().any(|network| client.networks.contains(network)));
-        let mut owners = keys.map(|(what, owner)| (what, &**owner)).chain(subjects);
-        let found = owners.find(|(_, owner)| other(owner));
-        let found = found.or_else(|| networks.map(|owner| ("network", &**owner)).find(|(_, owner)| other(owner)));
-        found.map(|(what, owner)| (what, owner.name.as_str()))
+        let mut owners = keys.chain(subjects).chain(networks.map(|owner| ("network", &**owner)));
+        let known = owners.find(|(_, owner)| other(owner)).map(|(what, owner)| (what, owner.name.as_str()));
+        known.or_else(|| {
+            let mut others = self.without_plan.values().filter(|owner| owner.name != client.name);
+            others.find_map(|owner| Some((owner.shares_with(client)?, owner.name.as_str())))
+        })
     }
 
     /// The number of clients.
@@ -481,13 +565,14 @@ impl ClientPlans {
         self.by_name.iter()
     }
 
+    fn by_digest(&self, digest: &Digest) -> Option<&KnownClient> {
+        let found = self.by_api_key.find(hash_of_digest(digest), |(known, _)| known == digest);
+        found.map(|(_, client)| &**client)
+    }
+
     fn by_api_key(&self, key: &[u8]) -> Option<&KnownClient> {
         match key.len() {
-            0..=SECRET_MAX_BYTES => {
-                let digest = Digest::of(key);
-                let found = self.by_api_key.find(hash_of_digest(&digest), |(known, _)| *known == digest);
-                found.map(|(_, client)| &**client)
-            }
+            0..=SECRET_MAX_BYTES => self.by_digest(&Digest::of(key)),
             _ => None,
         }
     }
@@ -985,6 +1070,7 @@ impl ClientCheck {
 mod tests {
     use transom_config::Config;
     use transom_limiter::handles::RuleId;
+    use transom_limiter::ip_prefix::Network;
     use transom_limiter::key::Seed;
     use transom_limiter::rule_set::RuleSet;
 
@@ -1075,5 +1161,64 @@ mod tests {
         let silver = Client { plan: "silver".to_owned(), ..client("acme", &of_r(60)) };
         assert_eq!(set(&mut plans, &[silver]), (Some([60, 30]), [60, 40]));
         assert_eq!(set(&mut plans, &[client("acme", "{}")]), (None, [20, 30]));
+    }
+
+    /// Clients in the store.
+    const CONFIG: &str = "[counters.shared]\nredis = \"redis://127.0.0.1:1\"\n\
+                          [clients]\nsource = \"shared\"\nfile = \"clients.copy\"\napi_key = \"header:x-api-key\"\n\
+                          subject = \"header:x-user\"\n[rules.r]\nkey = \"client\"\non_missing_key = \"refuse\"\n\
+                          windows = [\"1/day\"]\n[rules.r.plans.basic]\nwindows = [\"2/day\"]\n[upstreams.u]\nbuiltin = \"echo\"\n\
+                          [[routes]]\npath = \"/\"\nupstream = \"u\"\nrules = [\"r\"]\n";
+
+    #[test]
+    fn the_owner_of_what_several_clients_have_does_not_depend_on_the_order_of_changes() {
+        let config = transom_config::read(CONFIG).unwrap();
+        let clients = config.clients.as_ref().unwrap();
+        let mut rng = fastrand::Rng::with_seed(7);
+        let mut plans = ClientPlans::new(clients, true);
+        let mut list: BTreeMap<String, Client> = BTreeMap::new();
+        for round in 0..2000 {
+            let name = format!("c{}", rng.u8(..6));
+            let mut some = |count: u8| (0..count).filter(|_| rng.u8(..3) == 0).collect::<Vec<u8>>();
+            let client = Client {
+                name: name.clone(),
+                plan: String::from(if round % 7 == 0 { "gold" } else { "basic" }),
+                api_keys: some(4).into_iter().map(|key| Digest::of(&[key])).collect(),
+                subjects: some(4).into_iter().map(|subject| format!("s{subject}")).collect(),
+                networks: some(3).into_iter().map(|n| format!("192.0.2.{n}").parse().unwrap()).collect(),
+                limits: Vec::new(),
+            };
+            let client = (round % 3 != 0).then_some(client);
+            plans.change([(name.as_str(), client.clone())].into_iter());
+            match client {
+                Some(client) => drop(list.insert(name, client)),
+                None => drop(list.remove(&name)),
+            }
+            let has = |has: &dyn Fn(&Client) -> bool| {
+                list.values().find(|client| client.plan == "basic" && has(client)).map(|client| client.name.as_str())
+            };
+            for n in 0..4 {
+                let found = plans.by_api_key(&[n]).map(|client| client.name.as_str());
+                assert_eq!(found, has(&|client| client.api_keys.contains(&Digest::of(&[n]))), "round {round}");
+                let subject = format!("s{n}");
+                let found = plans.by_subject(subject.as_bytes()).map(|client| client.name.as_str());
+                assert_eq!(found, has(&|client| client.subjects.contains(&subject)), "round {round}");
+                let network: Network = format!("192.0.2.{n}").parse().unwrap();
+                let found = plans.by_network.most_specific(IpAddr::from([192, 0, 2, n]));
+                assert_eq!(found.map(|c| c.name.as_str()), has(&|client| client.networks.contains(&network)));
+                // What a client without a plan has is not free.
+                let new = Client {
+                    name: "new".to_owned(),
+                    plan: "basic".to_owned(),
+                    api_keys: vec![Digest::of(&[n])],
+                    subjects: vec![],
+                    networks: vec![],
+                    limits: vec![],
+                };
+                let is_taken = list.values().any(|client| client.api_keys.contains(&new.api_keys[0]));
+                assert_eq!(plans.conflict(&new).is_some(), is_taken);
+            }
+            assert_eq!(plans.iter().count() + plans.without_plan.len(), list.len());
+        }
     }
 }
