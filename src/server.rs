@@ -22,7 +22,7 @@ use crate::admin::AccessEdit;
 use crate::admin::client_store::{ClientStore, FileChange, FileClients, StoredClients};
 use crate::admin::events::Events;
 use crate::admin::history::{self, History};
-use crate::admin::{self, AcceptState, AdminScope, AdminState, DecisionApi};
+use crate::admin::{self, AcceptState, AdminScope, AdminState, DecisionApi, audit_log};
 use crate::downstream::connection_limit::{ConnectionLimit, raise_descriptor_limit};
 use crate::downstream::listener::{InheritedSockets, Listeners, WorkerListener, set_backlog};
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
@@ -304,6 +304,7 @@ impl Gateway {
             config: config.clone(),
         };
         gateway.expiries = expiries(&gateway.registry, &config);
+        audit_log::check(&config.admin).map_err(StartError::AuditLog)?;
         gateway.outputs = RecordOutputs {
             access_log: gateway.open_access_log(&config).map_err(StartError::AccessLog)?,
             spans: gateway.start_span_exporter(&config).map_err(StartError::Tracing)?,
@@ -480,6 +481,7 @@ impl Gateway {
         }
         let listener_config = ListenerConfig::new(&config.listen, Some((&self.config.listen, &self.listener_config)))
             .map_err(ReloadError::Tls)?;
+        audit_log::check(&config.admin).map_err(ReloadError::AuditLog)?;
         self.outputs = RecordOutputs {
             access_log: self.open_access_log(&config).map_err(ReloadError::AccessLog)?,
             spans: self.start_span_exporter(&config).map_err(ReloadError::Tracing)?,
@@ -778,6 +780,9 @@ impl Gateway {
             return Box::new(StoredClients {
                 map: shared.data.map.clone(),
                 decision_api: self.decision_api.subscribe(),
+                deny: self.shared_deny_map.subscribe(),
+                clock: self.clock.clone(),
+                changing: tokio::sync::Mutex::default(),
             });
         }
         let (file_clients, file_changes) = FileClients::new();

@@ -2,8 +2,9 @@
 //! keeps a copy in a file, from which a gateway starts while the store is away.
 //!
 //! The copy is text, a line each. It begins with a header (JSON object), which says how far the copy goes; then come the entries
-//! (JSON arrays of name, version, text), and a last line with their number. While it is written, changes go on: entries may be newer
-//! than the header says, and a gateway that starts from the copy reads such changes again.
+//! (JSON arrays of name, version, text), names that were removed lately (with `null` for the text), and a last line with the number
+//! of both. While it is written, changes go on: entries may be newer than the header says, and a gateway that starts from the copy
+//! reads such changes again.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, BufRead, BufReader, BufWriter, Lines, Write};
@@ -43,7 +44,6 @@ struct Header {
     data: String,
     epoch: String,
     version: u64,
-    last: String,
     /// Unix milliseconds.
     written_ms: u64,
 }
@@ -243,8 +243,8 @@ fn write(map: &SharedMap, name: &str, file: &Path, written_ms: u64, patience: Du
     }
     let Some(draft) = atomic_file::lock_draft(file, patience)? else { return Ok(false) };
     let mut target = BufWriter::new(&draft);
-    let Position { epoch, version, last } = map.lock().position.clone();
-    let header = Header { transom_shared_data: FORMAT, data: name.to_owned(), epoch, version, last, written_ms };
+    let Position { epoch, version } = map.lock().position.clone();
+    let header = Header { transom_shared_data: FORMAT, data: name.to_owned(), epoch, version, written_ms };
     write_line(&mut target, &header)?;
     let (mut after, mut count) = (None::<Arc<str>>, 0);
     loop {
@@ -261,7 +261,11 @@ fn write(map: &SharedMap, name: &str, file: &Path, written_ms: u64, patience: Du
             write_line(&mut target, &(&**name, version, &**text))?;
         }
     }
-    write_line(&mut target, &Footer { entries: count })?;
+    let removed = map.lock().removed.clone();
+    for (name, version) in &removed {
+        write_line(&mut target, &(&**name, version, ()))?;
+    }
+    write_line(&mut target, &Footer { entries: count + removed.len() })?;
     target.into_inner().map_err(io::IntoInnerError::into_error)?;
     atomic_file::publish_draft(&draft, file)?;
     Ok(true)
@@ -318,14 +322,16 @@ pub fn load(file: &Path, name: &str) -> io::Result<Option<(MapCopy, u64)>> {
 }
 
 fn read_entries(header: &Header, mut lines: impl Iterator<Item = io::Result<String>>) -> io::Result<MapCopy> {
-    let Header { epoch, version, last, .. } = header;
-    let position = Position { epoch: epoch.clone(), version: *version, last: last.clone() };
+    let position = Position { epoch: header.epoch.clone(), version: header.version };
     let mut copy = MapCopy { position, ..MapCopy::default() };
     let mut count = 0;
     for line in &mut lines {
         let line = line?;
-        if let Ok((name, version, text)) = serde_json::from_str::<(String, u64, String)>(&line) {
-            copy.entries.insert(name.into(), Entry { version, text: text.into() });
+        if let Ok((name, version, text)) = serde_json::from_str::<(String, u64, Option<String>)>(&line) {
+            match text {
+                Some(text) => drop(copy.entries.insert(name.into(), Entry { version, text: text.into() })),
+                None => _ = copy.removed.insert(name.into(), version),
+            }
             count += 1;
         } else {
             let Footer { entries } = serde_json::from_str(&line)?;
@@ -345,8 +351,9 @@ mod tests {
     fn copy() -> MapCopy {
         let entry = |version, text: &str| Entry { version, text: text.into() };
         let entries = [("acme", entry(7, "{\"plan\":\"pro\"}")), ("b\n\"c", entry(9, "two\nlines"))];
-        let position = Position { epoch: "e".into(), version: 9, last: "b".into() };
-        MapCopy { position, entries: entries.map(|(name, entry)| (name.into(), entry)).into() }
+        let position = Position { epoch: "e".into(), version: 9 };
+        let removed = [("gone".into(), 8)].into();
+        MapCopy { position, entries: entries.map(|(name, entry)| (name.into(), entry)).into(), removed }
     }
 
     /// A map that no store has.
@@ -369,12 +376,13 @@ mod tests {
             assert!(write(&map(copy()), "clients", file, 5, Duration::ZERO).unwrap());
             assert_eq!(
                 fs::read_to_string(file).unwrap(),
-                "{\"transom_shared_data\":1,\"data\":\"clients\",\"epoch\":\"e\",\"version\":9,\"last\":\"b\",\"written_ms\":5}\n\
-                 [\"acme\",7,\"{\\\"plan\\\":\\\"pro\\\"}\"]\n[\"b\\n\\\"c\",9,\"two\\nlines\"]\n{\"entries\":2}\n"
+                "{\"transom_shared_data\":1,\"data\":\"clients\",\"epoch\":\"e\",\"version\":9,\"written_ms\":5}\n\
+                 [\"acme\",7,\"{\\\"plan\\\":\\\"pro\\\"}\"]\n[\"b\\n\\\"c\",9,\"two\\nlines\"]\n[\"gone\",8,null]\n{\"entries\":3}\n"
             );
             assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o777, 0o600);
             let (read, written_ms) = load(file, "clients").unwrap().unwrap();
-            assert_eq!((read.position, read.entries, written_ms), (copy().position, copy().entries, 5));
+            assert_eq!(written_ms, 5);
+            assert_eq!((read.position, read.entries, read.removed), (copy().position, copy().entries, copy().removed));
             let many = (0..2 * LOCKED_ENTRIES + 1).map(|n| (format!("c{n:05}").into(), copy().entries["acme"].clone()));
             let many = MapCopy { entries: many.collect(), ..copy() };
             assert!(write(&map(many.clone()), "clients", file, 6, Duration::ZERO).unwrap());

@@ -2,23 +2,43 @@
 //! and after.
 //!
 //! The file is opened before a change is made, and for each change, so that it can be rotated at any time. A change that could
-//! not be recorded is not made.
+//! not be recorded is not made. Where it cannot be opened at the start, the gateway does not start.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
+use std::path::Path;
 
 use serde_json::{Value, json};
 
 use super::authorization::Caller;
 use transom_config::LogTarget;
+use transom_config::listen::Admin;
 use transom_http::error::ApiError;
 use transom_runtime::clock::Clock;
+
+/// The state after a change of which is not known whether it was made.
+pub const UNKNOWN: &str = "unknown";
 
 /// Where the line of one change goes.
 pub struct AuditEntry {
     output: Output,
     at_ms: u64,
     who: Option<String>,
+}
+
+/// Opens the file of a configuration, to find out whether that is possible.
+pub fn check(settings: &Admin) -> io::Result<()> {
+    match &settings.audit_log {
+        Some(LogTarget::File(path)) => {
+            let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+            open(path).map(drop).map_err(named)
+        }
+        Some(LogTarget::Stdout) | None => Ok(()),
+    }
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new().append(true).create(true).open(path)
 }
 
 enum Output {
@@ -35,7 +55,6 @@ impl AuditEntry {
             None => Output::Nowhere,
             Some(LogTarget::Stdout) => Output::Stdout,
             Some(LogTarget::File(path)) => {
-                let file = OpenOptions::new().append(true).create(true).open(path);
                 let failed = |error: io::Error| {
                     tracing::error!(
                         "the audit log `{}` cannot be opened, a change is refused: {error}",
@@ -43,7 +62,7 @@ impl AuditEntry {
                     );
                     ApiError::AuditLogUnavailable
                 };
-                Output::File(file.map_err(failed)?)
+                Output::File(open(path).map_err(failed)?)
             }
         };
         Ok(AuditEntry { output, at_ms: clock.wall_ms(), who: caller.token.clone() })

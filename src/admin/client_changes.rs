@@ -7,10 +7,11 @@ use http::{HeaderValue, Response};
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
-use super::AdminBody;
 use super::client_store::{Changed, Edit};
 use super::endpoints::{Call, json_response, with_body};
 use super::json_objects::{CLIENT_SETTINGS, GIVEN_KEY};
+use super::json_schema::parse_object;
+use super::{AdminBody, audit_log};
 use transom_config::Config;
 use transom_config::access::{Allowed, DenyEntry, DenyTarget};
 use transom_config::clients::{Client, Clients};
@@ -30,7 +31,7 @@ const ID_DIGITS_MIN: usize = 8;
 
 /// `PUT /v1/clients/{name}`: replaces plan, subjects and networks.
 pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let settings = Settings::parse(&parse_object(&call.body)?)?;
+    let settings = Settings::parse(&parse_object(&call.body, "the body")?)?;
     let name = call.path_value(0).to_owned();
     let edit: Edit = Box::new(move |known| Ok(Some(settings.applied_to(&name, known))));
     let (changed, clients) = change(&call, "replace client", None, edit).await?;
@@ -44,7 +45,7 @@ pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
 
 /// `PATCH /v1/clients/{name}`: a JSON merge patch (RFC 7396) of plan, subjects and networks.
 pub async fn patch(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let (patch, name) = (parse_object(&call.body)?, call.path_value(0).to_owned());
+    let (patch, name) = (parse_object(&call.body, "the body")?, call.path_value(0).to_owned());
     CLIENT_SETTINGS.check_names(&patch)?;
     let edit: Edit = Box::new(move |known| {
         let known = known.ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
@@ -92,7 +93,7 @@ fn place_of_name(config: &Config, name: &str) -> Option<String> {
 
 /// `POST /v1/clients/{name}/keys`: generates a key, and returns it this once; or adds the key with the digest of the request.
 pub async fn add_key(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let given = if call.body.is_empty() { Map::new() } else { parse_object(&call.body)? };
+    let given = if call.body.is_empty() { Map::new() } else { parse_object(&call.body, "the body")? };
     GIVEN_KEY.check_names(&given)?;
     let no_random = |error| ApiError::Unavailable(format!("there are no random numbers: {error}"));
     let (digest, key) = match given.get("id").filter(|id| !id.is_null()) {
@@ -160,8 +161,9 @@ pub async fn change(
         preconditions.check(known)?;
         edit(known)
     });
-    let changed = call.state.client_store.change(name, checked).await?;
-    let clients = call.decision_api()?.served.config.clients.clone().ok_or(ApiError::NoClients)?;
+    let changed = call.state.client_store.change(name, checked).await;
+    let decision_api = call.decision_api()?;
+    let clients = decision_api.served.config.clients.clone().ok_or(ApiError::NoClients)?;
     let described = |client: &Option<Client>| {
         client.as_ref().map_or(Value::Null, |client| describe_client(&clients, client, Digest::to_string))
     };
@@ -169,6 +171,14 @@ pub async fn change(
     if let Some((name, detail)) = detail {
         what[name] = json!(detail);
     }
+    let changed = match changed {
+        Err(error @ ApiError::Unconfirmed(_)) => {
+            let before = described(&call.state.client_store.read(&decision_api, name));
+            entry.write(&what, &before, &audit_log::UNKNOWN.into());
+            return Err(error);
+        }
+        changed => changed?,
+    };
     entry.write(&what, &described(&changed.before), &described(&changed.after));
     wait_until_compiled(call).await;
     Ok((changed, clients))
@@ -276,10 +286,6 @@ impl Settings {
             limits: known.map(|client| client.limits.clone()).unwrap_or_default(),
         }
     }
-}
-
-pub fn parse_object(body: &[u8]) -> Result<Map<String, Value>, ApiError> {
-    serde_json::from_slice(body).map_err(|_| ApiError::Malformed(String::from("the body is not a JSON object")))
 }
 
 /// The preconditions of a request (RFC 9110, section 13.1).

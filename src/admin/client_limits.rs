@@ -4,10 +4,11 @@ use http::Response;
 use serde_json::Value;
 
 use super::AdminBody;
-use super::client_changes::{change, described, parse_object};
+use super::client_changes::{change, described};
 use super::client_store::Edit;
 use super::endpoints::{Call, with_body};
 use super::json_objects::CLIENT_LIMITS;
+use super::json_schema::parse_object;
 use transom_config::client_limits::ClientLimits;
 use transom_config::clients::Client;
 use transom_http::error::ApiError;
@@ -15,7 +16,7 @@ use transom_rules::responses;
 
 /// `PUT`: replaces the limits in one rule.
 pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let (given, rule) = (parse_object(&call.body)?, call.path_value(1).to_owned());
+    let (given, rule) = (parse_object(&call.body, "the body")?, call.path_value(1).to_owned());
     CLIENT_LIMITS.check_names(&given)?;
     let limits = ClientLimits::from_json(&rule, &Value::Object(given)).map_err(ApiError::Malformed)?;
     let served = call.decision_api()?.served.clone();

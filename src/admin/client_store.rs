@@ -5,16 +5,19 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{Mutex, oneshot, watch};
 
-use super::DecisionApi;
+use serde_json::{Map, Value};
+
+use super::{DecisionApi, deny};
 use transom_config::clients::Client;
 use transom_http::error::ApiError;
-use transom_store::map_follower::SharedMap;
+use transom_runtime::clock::Clock;
+use transom_store::map_follower::{ChangeError, Entry, SharedMap};
 use transom_store::shared_map::{self, Precondition};
 
-/// Changes of others that may come before one of a client in the store.
-const ATTEMPTS_MAX: usize = 20;
+/// Changes of other gateways that may come before one of a client in the store.
+const ATTEMPTS_MAX: usize = 100;
 
 /// Makes a new client from the current one, which is `None` if no client has the name. `Ok(None)` removes it. It may be called
 /// again, if another change comes first.
@@ -75,28 +78,57 @@ impl ClientStore for FileClients {
 pub struct StoredClients {
     pub map: SharedMap,
     pub decision_api: watch::Receiver<Option<Arc<DecisionApi>>>,
+    /// The deny entries, if they are in the store.
+    pub deny: watch::Receiver<Option<SharedMap>>,
+    pub clock: Clock,
+    /// Held from the checks of a change until it is made: changes of this gateway wait for one another.
+    pub changing: Mutex<()>,
 }
 
 impl StoredClients {
     async fn change(&self, name: &str, mut edit: Edit) -> Result<Changed, ApiError> {
+        let _changing = self.changing.lock().await;
         for _ in 0..ATTEMPTS_MAX {
-            let entry = self.map.get(name);
-            let before = entry.as_ref().and_then(|entry| Client::from_json(name, &entry.text).ok());
+            let (entry, map_version) = {
+                let copy = self.map.lock();
+                (copy.entries.get(name).cloned(), copy.position.version)
+            };
+            let before = entry.as_ref().map(|entry| client_of(name, entry));
             let after = edit(before.as_ref())?;
-            after.iter().try_for_each(|client| self.check(client))?;
-            let text = after.as_ref().map(|client| client.to_json().to_string());
-            let precondition = match entry {
+            match &after {
+                Some(client) => self.check(client)?,
+                None => self.check_not_denied(name).await?,
+            }
+            // All that is checked against other clients still holds when the change is made, or it is not made.
+            let precondition = match &entry {
+                _ if after.as_ref().is_some_and(|after| has_more(after, before.as_ref())) => {
+                    Precondition::Map(map_version)
+                }
                 Some(entry) => Precondition::Version(entry.version),
-                None if text.is_none() => return Ok(Changed { before, after }),
+                None if after.is_none() => return Ok(Changed { before, after }),
                 None => Precondition::Absent,
             };
-            match self.map.change(name, text, precondition).await.map_err(ApiError::Unavailable)? {
+            let text = after.as_ref().map(|client| text_of(client, entry.as_ref()));
+            match self.map.change(name, text, precondition).await.map_err(api_error)? {
                 shared_map::Changed::Changed { .. } => return Ok(Changed { before, after }),
                 // Another change came first, and is known now.
                 shared_map::Changed::Refused { .. } | shared_map::Changed::Away => {}
             }
         }
-        Err(ApiError::Unavailable("others change the client all the time".to_owned()))
+        Err(ApiError::NotChanged("other gateways change clients all the time".to_owned()))
+    }
+
+    /// Checks that no deny entry names a client. [`deny::keep_client`] is its counterpart: who denies the client changes its version
+    /// after that, so that its removal fails if it was checked before.
+    async fn check_not_denied(&self, name: &str) -> Result<(), ApiError> {
+        let Some(deny) = self.deny.borrow().clone() else { return Ok(()) };
+        deny.synchronize().await.map_err(ApiError::NotChanged)?;
+        match deny::entry_of_client(&deny, name, self.clock.wall_ms()) {
+            Some(id) => {
+                Err(ApiError::Conflict(format!("deny entry {id} names the client: remove it first, or let it end")))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Checks a client by the current configuration, and against the other clients.
@@ -115,11 +147,48 @@ impl StoredClients {
 
 impl ClientStore for StoredClients {
     fn read(&self, _decision_api: &DecisionApi, name: &str) -> Option<Client> {
-        Client::from_json(name, &self.map.get(name)?.text).ok()
+        Some(client_of(name, &self.map.get(name)?))
     }
 
     fn change(&self, name: &str, edit: Edit) -> PendingChange<'_> {
         let name = name.to_owned();
         Box::pin(async move { StoredClients::change(self, &name, edit).await })
+    }
+}
+
+/// A client as the store has it. One that cannot be read has no plan, so that it can be replaced and removed, and not used.
+fn client_of(name: &str, entry: &Entry) -> Client {
+    Client::from_json(name, &entry.text).unwrap_or_else(|_unreadable| Client {
+        name: name.to_owned(),
+        plan: String::new(),
+        api_keys: Vec::new(),
+        subjects: Vec::new(),
+        networks: Vec::new(),
+        limits: Vec::new(),
+    })
+}
+
+/// The text of a client in the store. Members that a newer version has added are kept.
+fn text_of(client: &Client, former: Option<&Entry>) -> String {
+    let former = former.and_then(|entry| serde_json::from_str::<Map<String, Value>>(&entry.text).ok());
+    let Value::Object(members) = client.to_json() else { return String::new() };
+    let mut text = former.unwrap_or_default();
+    text.extend(members);
+    Value::Object(text).to_string()
+}
+
+/// Whether a client has something that could belong to another one, and that it had not.
+fn has_more(after: &Client, before: Option<&Client>) -> bool {
+    let had = |has: &dyn Fn(&Client) -> bool| before.is_some_and(has);
+    after.api_keys.iter().any(|key| !had(&|before| before.api_keys.contains(key)))
+        || after.subjects.iter().any(|subject| !had(&|before| before.subjects.contains(subject)))
+        || after.networks.iter().any(|network| !had(&|before| before.networks.contains(network)))
+}
+
+/// The error of a change of the store.
+pub fn api_error(error: ChangeError) -> ApiError {
+    match error {
+        ChangeError::NotMade(why) => ApiError::NotChanged(why),
+        ChangeError::Unconfirmed(why) => ApiError::Unconfirmed(why),
     }
 }

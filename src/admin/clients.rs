@@ -9,6 +9,7 @@ use super::decision_json::{render_concurrency, render_window};
 use super::endpoints::{Call, json_response, with_body};
 use super::{AdminBody, AdminState, DecisionApi, client_changes, decisions, top_query};
 use crate::decision::{DecisionQuery, Operation, QueryKey, RuleQuery};
+use transom_config::clients::Client;
 use transom_config::key_kind::CLIENT;
 use transom_http::error::ApiError;
 use transom_limiter::key::KeyPart;
@@ -39,9 +40,9 @@ pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
         }
         for name in names {
             if found.len() < limit {
-                // One whose plan no rule defines is not known.
-                let client = plans.named(&name).filter(|client| plan.as_ref().is_none_or(|plan| client.plan == *plan));
-                let described = client.map(|client| describe_client(configured, client, Digest::brief));
+                let known = plans.named(&name).map(|client| describe_client(configured, client, Digest::brief));
+                let described = known.or_else(|| without_effect(&decision_api, &name));
+                let described = described.filter(|client| plan.as_ref().is_none_or(|plan| client["plan"] == *plan));
                 found.extend(described.filter(|client| has_words(client, &words)));
                 searched += 1;
                 after = Some(name);
@@ -49,7 +50,8 @@ pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
         }
     }
     let next = after.filter(|after| !names_after(&decision_api, Some(after), 1).is_empty());
-    Ok(json_response(&json!({ "clients": found, "next": next, "total": plans.len() })))
+    let total = decision_api.shared_clients.as_ref().map_or(plans.len(), |shared| shared.map.lock().entries.len());
+    Ok(json_response(&json!({ "clients": found, "next": next, "total": total })))
 }
 
 /// Whether each word, which is in lower case, is in the name, plan, subjects or networks of a described client.
@@ -77,10 +79,36 @@ fn names_after(decision_api: &DecisionApi, after: Option<&str>, count: usize) ->
     clients[first..].iter().take(count).map(|client| client.name.clone()).collect()
 }
 
+/// A client in the store that this gateway does not know, with the reason.
+fn without_effect(decision_api: &DecisionApi, name: &str) -> Option<Value> {
+    let configured = decision_api.served.config.clients.as_ref()?;
+    let entry = decision_api.shared_clients.as_ref()?.map.get(name)?;
+    let (mut described, reason) = match Client::from_json(name, &entry.text) {
+        Ok(client) => {
+            let reason = format!("no rule of this gateway defines its plan `{}`", client.plan);
+            (describe_client(configured, &client, Digest::brief), reason)
+        }
+        Err(reason) => {
+            let nothing = json!({ "name": name, "plan": "", "keys": [], "subjects": [], "networks": [] });
+            (nothing, format!("this gateway cannot read the client: {reason}"))
+        }
+    };
+    described["without_effect"] = json!(reason);
+    Some(described)
+}
+
 /// `GET /v1/clients/{name}`.
 pub async fn show(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let (decision_api, name) = (call.decision_api()?, call.path_value(0));
-    let mut response = json_response(&client_with_usage(&call.state, &decision_api, name).await?);
+    let described = match client_with_usage(&call.state, &decision_api, name).await {
+        Err(ApiError::UnknownClient(unknown)) => {
+            let mut client = without_effect(&decision_api, name).ok_or(ApiError::UnknownClient(unknown))?;
+            (client["rules"], client["refused"]) = (json!([]), Value::Null);
+            client
+        }
+        described => described?,
+    };
+    let mut response = json_response(&described);
     let client = call.state.client_store.read(&decision_api, name);
     client.iter().for_each(|client| client_changes::insert_tag(&mut response, client));
     Ok(with_body(response))

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::json_objects::{QUERIED_RULE, RULE_QUERY, RULES_QUERY};
+use super::json_schema::parse_object;
 use crate::decision::{ConcurrencyState, DecisionOutcome, DecisionQuery, Operation, QueryKey, RuleQuery, WindowState};
 use transom_http::error::ApiError;
 use transom_rules::ratelimit_headers::seconds_until;
@@ -14,8 +15,7 @@ const RULES_MAX: usize = 64;
 /// `{"rules": [{"rule": …, "key": …, "cost": …}], "reserve": …}`. A `client` stands for its part of
 /// the key. Of one rule, the query may have an `id` instead of the key: it is returned beside the query, which has no key then.
 pub fn parse(operation: Operation, text: &[u8]) -> Result<(DecisionQuery, Option<u64>), ApiError> {
-    let query: Map<String, Value> =
-        serde_json::from_slice(text).map_err(|_| malformed("the query is not a JSON object"))?;
+    let query = parse_object(text, "the query")?;
     let reserve = match query.get("reserve") {
         None | Some(Value::Null) => false,
         Some(Value::Bool(reserve)) => *reserve,

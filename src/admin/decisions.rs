@@ -4,6 +4,7 @@ use http::Response;
 use serde_json::{Value, json};
 
 use super::endpoints::{Call, json_response, with_body};
+use super::json_schema::parse_object;
 use super::{AdminBody, AdminState, DecisionApi, decision_json, top_query};
 use crate::decision::{DecisionOutcome, DecisionOutputs, DecisionQuery, Operation, QueryKey, RuleQuery};
 use crate::explain;
@@ -57,6 +58,7 @@ async fn reset(call: &Call, decision_api: &DecisionApi, query: &DecisionQuery) -
 
 /// `POST /v1/explain`: JSON, or the text that `transom explain` prints.
 pub async fn explain(call: Call) -> Result<Response<AdminBody>, ApiError> {
+    parse_object(&call.body, "the question")?;
     let question = Question::from_json(&call.body).map_err(ApiError::Malformed)?;
     let served = &call.decision_api()?.served;
     let explanation = explain::explain(served, &question, &call.state.counter_access, true).await?;

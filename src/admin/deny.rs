@@ -1,20 +1,25 @@
 //! `GET` and `POST /v1/deny`, and `DELETE /v1/deny/{id}`: the deny entries. A change edits the access file, and is in effect once the
 //! gateway has read it again; or the shared map of the store, and is in effect here when it is made.
 
+use std::ops::Bound;
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::Response;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
-use super::AdminBody;
+use super::client_store::api_error;
 use super::endpoints::{Call, json_response, with_body};
 use super::json_objects::{DENIED_KEY, NEW_DENY_ENTRY};
+use super::json_schema::parse_object;
+use super::{AdminBody, DecisionApi, audit_log};
 use crate::access_file::{self, EditError, NewEntry, WrittenTarget};
 use crate::proxy::served_config::ServedConfig;
 use transom_config::DenyId;
-use transom_config::access::{Access, DenyEntry, EntryId, SharedEntry};
+use transom_config::access::{
+    Access, DenyEntry, DenyTarget, EntryId, SharedEntry, UNTIL_MAX_MS, end_after, parse_time, rfc3339,
+};
 use transom_http::error::ApiError;
 use transom_limiter::handles::IdVec;
 use transom_limiter::window::duration_ms;
@@ -26,6 +31,9 @@ use transom_store::shared_map::{Changed, Precondition};
 const BUSY_DELAY: Duration = Duration::from_millis(20);
 const BUSY_RETRIES: u32 = 100;
 
+/// Changes of others that may come before the one that keeps a client.
+const KEEP_ATTEMPTS_MAX: usize = 100;
+
 /// Ended entries that a new one clears from the store.
 const CLEARED_MAX: usize = 16;
 /// How long the store keeps entries that have ended, so that people can see them.
@@ -35,6 +43,19 @@ const CLEARED_AFTER_MS: u64 = 24 * 60 * 60 * 1000;
 pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
     let (decision_api, now_ms) = (call.decision_api()?, call.state.clock.wall_ms());
     let (limit, after) = call.page()?;
+    let shared = call.state.shared_deny.borrow().clone();
+    if let Some(map) = shared {
+        let (texts, total) = {
+            let copy = map.lock();
+            let after = after.as_deref().map_or(Bound::Unbounded, Bound::Excluded);
+            let later = copy.entries.range::<str, _>((after, Bound::Unbounded)).take(limit + 1);
+            let texts: Vec<_> = later.map(|(id, entry)| (Arc::clone(id), Arc::clone(&entry.text))).collect();
+            (texts, copy.entries.len())
+        };
+        let shown = texts.iter().take(limit).map(|(id, text)| show_shared(&decision_api, id, text, now_ms));
+        let next = texts.get(limit).map(|_| &*texts[limit - 1].0);
+        return Ok(json_response(&json!({ "deny": shown.collect::<Vec<_>>(), "next": next, "total": total })));
+    }
     let malformed = || ApiError::Malformed(String::from("`after` is not the id of a deny entry"));
     let after = after.map(|after| after.parse::<EntryId>()).transpose().map_err(|_other| malformed())?;
     let entries = current_entries(&decision_api.served).unwrap_or_default();
@@ -51,54 +72,99 @@ pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
     Ok(json_response(&json!({ "deny": listed, "next": next, "total": entries.len() })))
 }
 
+/// An entry of the store, with the reason if it has no effect here.
+fn show_shared(decision_api: &DecisionApi, id: &str, text: &str, now_ms: u64) -> Value {
+    let Some(entry) = SharedEntry::parse(text) else {
+        return json!({
+            "id": id, "routes": [], "until": null, "reason": null, "ended": false,
+            "without_effect": "this gateway cannot read the entry: another version, or another program, has written it",
+        });
+    };
+    let clients = decision_api.served.decision_service.clients();
+    let has_client = |name: &str| clients.as_ref().is_some_and(|clients| clients.named(name).is_some());
+    let mut shown = entry.to_json(id, now_ms);
+    if let Err(reason) = entry.check_effect(&decision_api.served.config, has_client) {
+        shown["without_effect"] = json!(reason);
+    }
+    shown
+}
+
 fn current_entries(served: &ServedConfig) -> Option<Arc<IdVec<DenyId, DenyEntry>>> {
     served.access.as_ref().map(|access| Arc::clone(&access.deny_list().entries))
 }
 
 /// `POST /v1/deny`.
 pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let served = Arc::clone(&call.decision_api()?.served);
-    let new = parse(&call.body, call.state.clock.wall_ms())?;
+    let decision_api = call.decision_api()?;
+    let (served, now_ms) = (&decision_api.served, call.state.clock.wall_ms());
+    let new = parse(&call.body, now_ms)?;
     let change = call.begin_change()?;
     let shared = call.state.shared_deny.borrow().clone();
     let (entry, before) = match shared {
-        Some(map) => share(&map, &served, &new, call.state.clock.wall_ms()).await?,
+        Some(map) => {
+            let entry =
+                access_file::check(&new, &served.config).map_err(|error| ApiError::Malformed(error.to_string()))?;
+            let id = entry.id.to_string();
+            let before = map.get(&id).map(|known| show_shared(&decision_api, &id, &known.text, now_ms));
+            match share(&map, &decision_api, &entry, now_ms).await {
+                Err(error @ ApiError::Unconfirmed(_)) => {
+                    let what = json!({ "operation": "deny", "id": id });
+                    change.write(&what, &before.unwrap_or_default(), &audit_log::UNKNOWN.into());
+                    return Err(error);
+                }
+                shared => shared?,
+            }
+            (entry, before)
+        }
         None => {
             let added =
-                edit(&served, move |access, served| access_file::add(&access.file, &new, &served.config)).await?;
-            (added.entry, added.before)
+                edit(served, move |access, served| access_file::add(&access.file, &new, &served.config)).await?;
+            (added.entry, added.before.map(|before| before.to_json(&served.config, now_ms)))
         }
     };
-    let shown = |entry: &DenyEntry| entry.to_json(&served.config, call.state.clock.wall_ms());
-    let (entry, before) = (shown(&entry), before.as_ref().map_or(Value::Null, shown));
-    change.write(&json!({ "operation": "deny", "id": entry["id"] }), &before, &entry);
+    let entry = entry.to_json(&served.config, now_ms);
+    change.write(&json!({ "operation": "deny", "id": entry["id"] }), &before.unwrap_or_default(), &entry);
     await_effect(&call).await?;
     Ok(with_body(json_response(&entry)))
 }
 
 /// `DELETE /v1/deny/{id}`.
 pub async fn remove(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let served = Arc::clone(&call.decision_api()?.served);
+    let (decision_api, now_ms) = (call.decision_api()?, call.state.clock.wall_ms());
     let unknown = || ApiError::UnknownEntry(call.path_value(0).chars().take(64).collect());
-    let id: EntryId = call.path_value(0).parse().map_err(|_malformed| unknown())?;
+    let id: Option<EntryId> = call.path_value(0).parse().ok();
     let change = call.begin_change()?;
     let shared = call.state.shared_deny.borrow().clone();
     let removed = match shared {
         Some(map) => {
-            let entry = find(&served, id).ok_or_else(unknown)?;
-            let removed = map.change(&id.to_string(), None, Precondition::Exists).await;
-            match removed.map_err(ApiError::NotChanged)? {
-                Changed::Changed { .. } => entry,
-                Changed::Refused { .. } => return Err(unknown()),
-                Changed::Away => return Err(refilled()),
+            // The store may have entries of others under any name.
+            let given = call.path_value(0).to_owned();
+            let id = id.filter(|_| map.get(&given).is_none()).map_or(given, |id| id.to_string());
+            if map.get(&id).is_none() {
+                map.synchronize().await.map_err(ApiError::NotChanged)?;
             }
+            let entry = map.get(&id).ok_or_else(unknown)?;
+            let shown = show_shared(&decision_api, &id, &entry.text, now_ms);
+            match map.change(&id, None, Precondition::Exists).await.map_err(api_error) {
+                Ok(Changed::Changed { .. }) => {}
+                Ok(Changed::Refused { .. }) => return Err(unknown()),
+                Ok(Changed::Away) => return Err(refilled()),
+                Err(error) => {
+                    if let ApiError::Unconfirmed(_) = error {
+                        change.write(&json!({ "operation": "end deny", "id": id }), &shown, &audit_log::UNKNOWN.into());
+                    }
+                    return Err(error);
+                }
+            }
+            shown
         }
         None => {
-            let removed = edit(&served, move |access, served| access_file::remove(&access.file, &[id], &served.config));
-            removed.await?.into_iter().next().ok_or_else(unknown)?
+            let (id, served) = (id.ok_or_else(unknown)?, &decision_api.served);
+            let removed = edit(served, move |access, served| access_file::remove(&access.file, &[id], &served.config));
+            let removed = removed.await?.into_iter().next().ok_or_else(unknown)?;
+            removed.to_json(&served.config, now_ms)
         }
     };
-    let removed = removed.to_json(&served.config, call.state.clock.wall_ms());
     change.write(&json!({ "operation": "end deny", "id": removed["id"] }), &removed, &Value::Null);
     await_effect(&call).await?;
     Ok(with_body(json_response(&removed)))
@@ -121,26 +187,62 @@ async fn await_effect(call: &Call) -> Result<(), ApiError> {
     }
 }
 
-fn find(served: &ServedConfig, id: EntryId) -> Option<DenyEntry> {
-    current_entries(served)?.iter().find(|entry| entry.id == id).cloned()
-}
-
-/// Adds an entry to the store, or replaces the one of the same id, which is returned beside it.
-async fn share(
-    map: &SharedMap,
-    served: &ServedConfig,
-    new: &NewEntry,
-    now_ms: u64,
-) -> Result<(DenyEntry, Option<DenyEntry>), ApiError> {
-    let entry = access_file::check(new, &served.config).map_err(|error| ApiError::Malformed(error.to_string()))?;
-    let before = find(served, entry.id);
+/// Adds an entry to the store, or replaces the one of the same id.
+async fn share(map: &SharedMap, decision_api: &DecisionApi, entry: &DenyEntry, now_ms: u64) -> Result<(), ApiError> {
+    let (served, id) = (&decision_api.served, entry.id.to_string());
+    let clients = decision_api.shared_clients.as_ref().map(|clients| &clients.map);
+    let denied = match (&entry.target, clients) {
+        (DenyTarget::Client(name), Some(clients)) => Some((clients, name)),
+        _ => None,
+    };
+    if let Some((clients, name)) = denied
+        && clients.get(name).is_none()
+    {
+        clients.synchronize().await.map_err(ApiError::NotChanged)?;
+        clients.get(name).ok_or_else(|| no_client(name))?;
+    }
     let text = entry.to_json(&served.config, now_ms).to_string();
-    match map.change(&entry.id.to_string(), Some(text), Precondition::None).await.map_err(ApiError::NotChanged)? {
-        Changed::Changed { .. } => {}
+    let version = match map.change(&id, Some(text), Precondition::None).await.map_err(api_error)? {
+        Changed::Changed { version } => version,
         Changed::Refused { .. } | Changed::Away => return Err(refilled()),
+    };
+    if let Some((clients, name)) = denied
+        && !keep_client(clients, name).await
+    {
+        // Without the client, the entry has no effect. If it stays, because the store is away, it is listed as such.
+        let _ = map.change(&id, None, Precondition::Version(version)).await;
+        return Err(no_client(name));
     }
     clear_ended(map, served, now_ms).await;
-    Ok((entry, before))
+    Ok(())
+}
+
+fn no_client(name: &str) -> ApiError {
+    ApiError::Malformed(format!("there is no client `{name}`"))
+}
+
+/// Gives a client a new version, so that a removal that has checked the deny entries before fails, and checks them again. Returns
+/// false if the client was removed.
+async fn keep_client(clients: &SharedMap, name: &str) -> bool {
+    for _ in 0..KEEP_ATTEMPTS_MAX {
+        let Some(entry) = clients.get(name) else { return false };
+        let text = entry.text.to_string();
+        match clients.change(name, Some(text), Precondition::Version(entry.version)).await {
+            Ok(Changed::Refused { .. }) => {}
+            // The store is away: if the client is removed nevertheless, the entry is listed as without effect.
+            Ok(Changed::Changed { .. } | Changed::Away) | Err(_) => return true,
+        }
+    }
+    true
+}
+
+/// The id of an entry that denies a client.
+pub fn entry_of_client(map: &SharedMap, name: &str, now_ms: u64) -> Option<Arc<str>> {
+    let copy = map.lock();
+    // Most entries are of networks, and are not parsed.
+    let mut entries = copy.entries.iter().filter(|(_, entry)| entry.text.contains("\"client\""));
+    let denies = |text: &str| SharedEntry::parse(text).is_some_and(|e| e.is_of_client(name) && !e.has_ended(now_ms));
+    entries.find(|(_, entry)| denies(&entry.text)).map(|(id, _)| Arc::clone(id))
 }
 
 /// Removes some entries from the store that ended long ago, unless they have changed meanwhile. Failures do not matter: later entries
@@ -188,8 +290,7 @@ async fn edit<T: Send + 'static>(
 /// Reads an entry. `for` is the time until it ends.
 fn parse(body: &[u8], now_ms: u64) -> Result<NewEntry, ApiError> {
     let malformed = |reason: &str| ApiError::Malformed(reason.to_owned());
-    let entry: Map<String, Value> =
-        serde_json::from_slice(body).map_err(|_error| malformed("the deny entry is not a JSON object"))?;
+    let entry = parse_object(body, "the deny entry")?;
     NEW_DENY_ENTRY.check_names(&entry)?;
     let given = |name: &str| entry.get(name).filter(|value| !value.is_null());
     let text = |name: &str| match given(name) {
@@ -221,14 +322,14 @@ fn parse(body: &[u8], now_ms: u64) -> Result<NewEntry, ApiError> {
     let until_ms = match (text("until")?, text("for")?) {
         (None, None) => None,
         (Some(until), None) => {
-            let time = until.parse::<jiff::Timestamp>().ok().and_then(|time| u64::try_from(time.as_millisecond()).ok());
-            Some(time.ok_or_else(|| malformed("`until` is not a time of RFC 3339, such as `2030-01-31T18:00:00Z`"))?)
+            let until_ms = parse_time(&until);
+            Some(until_ms.map_err(|(message, fix)| ApiError::Malformed(format!("`until`: {message}: {fix}")))?)
         }
         (None, Some(lasts)) => {
             let lasts_ms = duration_ms(&lasts).filter(|ms| *ms > 0);
             let lasts_ms = lasts_ms.ok_or_else(|| malformed("`for` is not a duration, such as `1h`"))?;
-            let ends_ms = now_ms.checked_add(lasts_ms).and_then(|ms| ms.checked_next_multiple_of(1000));
-            Some(ends_ms.ok_or_else(|| malformed("`for` is too long"))?)
+            let latest = || format!("`for` is too long: {} is the latest end", rfc3339(UNTIL_MAX_MS));
+            Some(end_after(lasts_ms, now_ms).ok_or_else(|| ApiError::Malformed(latest()))?)
         }
         (Some(_), Some(_)) => return Err(malformed("`until` and `for` are both given: keep one of the two")),
     };

@@ -148,6 +148,7 @@ const NO_STORE: (u16, &str) = (503, "The shared store cannot be reached.");
 
 const NO_ACCESS: (u16, &str) = (404, "The configuration has no `[access]`.");
 const NOT_CHANGED: (u16, &str) = (503, "Nothing was changed, because it could not be written.");
+const UNCONFIRMED: (u16, &str) = (504, "The store did not reply: the change may have been made.");
 
 const OPEN: Endpoint = Endpoint {
     verb: Verb::Get,
@@ -197,6 +198,7 @@ const CHANGE_CLIENT: Endpoint = Endpoint {
         (412, "The precondition does not hold."),
         (422, "The configuration would be invalid."),
         (503, "The change cannot be made or recorded now."),
+        UNCONFIRMED,
     ],
     ..OPEN
 };
@@ -431,7 +433,7 @@ pub static ENDPOINTS: &[Endpoint] = &[
         summary: "Denies a network, a client or a value; an entry for the same gets the new end and reason.",
         request: Some(&Schema::Object(&NEW_DENY_ENTRY)),
         response: &[Content::Json(&Schema::Object(&DENY_ENTRY))],
-        other_statuses: &[NO_ACCESS, NOT_CHANGED],
+        other_statuses: &[NO_ACCESS, NOT_CHANGED, UNCONFIRMED],
         handle: |call| Box::pin(deny::add(call)),
         ..READ
     },
@@ -441,7 +443,7 @@ pub static ENDPOINTS: &[Endpoint] = &[
         role: Some(Role::Operate),
         summary: "Removes a deny entry.",
         response: &[Content::Json(&Schema::Object(&DENY_ENTRY))],
-        other_statuses: &[(404, "No deny entry has this id, or there is no `[access]`."), NOT_CHANGED],
+        other_statuses: &[(404, "No deny entry has this id, or there is no `[access]`."), NOT_CHANGED, UNCONFIRMED],
         handle: |call| Box::pin(deny::remove(call)),
         ..READ
     },

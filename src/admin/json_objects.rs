@@ -179,7 +179,7 @@ object! {
 }
 
 object! {
-    LISTED_CLIENT = "ListedClient" { CLIENT[0], CLIENT[1], CLIENT[2], CLIENT[3], CLIENT[4], CLIENT[5] }
+    LISTED_CLIENT = "ListedClient" { CLIENT[0], CLIENT[1], CLIENT[2], CLIENT[3], CLIENT[4], CLIENT[5], WITHOUT_EFFECT }
 }
 
 object! {
@@ -230,9 +230,12 @@ object! {
     CLIENT_WITH_USAGE = "ClientWithUsage" {
         CLIENT[0], CLIENT[1], CLIENT[2], CLIENT[3], CLIENT[4], CLIENT[5],
         required("rules", List(&Schema::Object(&CLIENT_RULE))),
-        required("refused", OrNull(&List(&Schema::Object(&CLIENT_REFUSALS)))),
+        required("refused", OrNull(&List(&Schema::Object(&CLIENT_REFUSALS)))), WITHOUT_EFFECT,
     }
 }
+
+/// Why the gateway cannot use something that is in the store.
+const WITHOUT_EFFECT: Field = optional("without_effect", Text);
 
 object! {
     DENIED_KEY is closed = "DeniedKey" { required("part", Text), required("value", Text) }
@@ -251,7 +254,7 @@ object! {
     DENY_ENTRY = "DenyEntry" {
         required("id", Text), optional("network", Text), optional("client", Text),
         optional("key", Schema::Object(&DENIED_KEY)), required("routes", TEXTS), required("until", OrNull(&Time)),
-        required("reason", MAYBE_TEXT), required("ended", Boolean),
+        required("reason", MAYBE_TEXT), required("ended", Boolean), WITHOUT_EFFECT,
     }
 }
 

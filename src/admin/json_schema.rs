@@ -1,11 +1,90 @@
 //! What the JSON of requests and responses consists of, declared beside the handlers. The names that a request may have, and the
 //! JSON Schema of the OpenAPI document, come from these declarations.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 
+use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value, json};
 
 use transom_http::error::ApiError;
+
+/// Parses the object that a request has as its body. No object may have a name twice: readers differ in which one they take.
+/// `what`: the object, for messages.
+pub fn parse_object(body: &[u8], what: &str) -> Result<Map<String, Value>, ApiError> {
+    let not_an_object = || ApiError::Malformed(format!("{what} is not a JSON object"));
+    let mut reader = serde_json::Deserializer::from_slice(body);
+    let parsed = Distinct.deserialize(&mut reader).and_then(|()| reader.end());
+    match parsed {
+        Err(error) if error.is_data() => {
+            let message = error.to_string();
+            // Without the position, which is of no use in one line.
+            let message = message.split_once(" at line").map_or(&*message, |(message, _)| message);
+            Err(ApiError::Malformed(message.to_owned()))
+        }
+        _ => serde_json::from_slice(body).map_err(|_other| not_an_object()),
+    }
+}
+
+/// Accepts values whose objects have each name once.
+struct Distinct;
+
+impl<'de> DeserializeSeed<'de> for Distinct {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, value: D) -> Result<(), D::Error> {
+        value.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Distinct {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<(), A::Error> {
+        let mut names = BTreeSet::new();
+        while let Some(name) = object.next_key::<String>()? {
+            if let Some(name) = names.replace(name) {
+                let name: String = name.chars().take(64).collect();
+                return Err(A::Error::custom(format!("`{name}` is given twice")));
+            }
+            object.next_value_seed(Distinct)?;
+        }
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<(), A::Error> {
+        while list.next_element_seed(Distinct)?.is_some() {}
+        Ok(())
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_str<E>(self, _: &str) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_unit<E>(self) -> Result<(), E> {
+        Ok(())
+    }
+}
 
 /// What a value may be.
 #[derive(Clone, Copy, Debug)]

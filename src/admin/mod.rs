@@ -39,7 +39,7 @@ use transom_store::counter_access::CounterAccess;
 use transom_store::map_follower::SharedMap;
 
 mod accepted;
-mod audit_log;
+pub mod audit_log;
 mod authorization;
 pub mod client_changes;
 pub mod client_limits;

@@ -11,8 +11,9 @@ use super::admin_client::{AskedGateway, Question, RunningGateway};
 use super::{Exit, Failure, exit_of, first_line, print_table, read_current_config};
 use crate::access_file::{self, Added, EditError, NewEntry, WrittenTarget};
 use transom_config::Config;
-use transom_config::access::{Access, AccessSource, CLIENT_PREFIX, EntryId, rfc3339};
+use transom_config::access::{Access, AccessSource, CLIENT_PREFIX, EntryId, UNTIL_MAX_MS, end_after, rfc3339};
 use transom_limiter::secret_digest::Digest;
+use transom_limiter::store_key::percent_encode;
 use transom_limiter::window::duration_ms;
 use transom_runtime::clock::Clock;
 
@@ -132,9 +133,11 @@ fn add(place: &Place, Add { target, lasts_ms, routes, reason, .. }: &Add) -> Res
     };
     let until_ms = match *lasts_ms {
         Some(lasts_ms) => {
-            let ends_ms = Clock::system().wall_ms().checked_add(lasts_ms);
-            let ends_ms = ends_ms.and_then(|ms| ms.checked_next_multiple_of(1000));
-            Some(ends_ms.ok_or_else(|| Failure::usage("the time is too long", "leave `--for` out"))?)
+            let too_long = || {
+                let message = format!("the time is too long: {} is the latest end", rfc3339(UNTIL_MAX_MS));
+                Failure::usage(message, "leave `--for` out: the entry then never ends")
+            };
+            Some(end_after(lasts_ms, Clock::system().wall_ms()).ok_or_else(too_long)?)
         }
         None => None,
     };
@@ -192,6 +195,7 @@ fn row(entry: &Value) -> [String; 5] {
     let denied = match (&entry["network"], &entry["client"], &entry["key"]) {
         (Value::String(network), ..) => network.clone(),
         (_, Value::String(client), _) => format!("{CLIENT_PREFIX}{client}"),
+        (.., Value::Null) => String::from("-"),
         (.., key) => {
             let value = text(&key["value"]);
             let value = Digest::parse(&value).map_or(value.escape_debug().to_string(), |digest| digest.brief());
@@ -200,32 +204,40 @@ fn row(entry: &Value) -> [String; 5] {
     };
     let routes: Vec<&str> = entry["routes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     let routes = if routes.is_empty() { String::from("-") } else { routes.join(" ") };
-    let ended = if entry["ended"] == true { " (ended)" } else { "" };
+    let ended = match (&entry["ended"], &entry["without_effect"]) {
+        (Value::Bool(true), _) => " (ended)",
+        (_, Value::String(_)) => " (without effect)",
+        _ => "",
+    };
     [text(&entry["id"]), denied, routes, text(&entry["until"]) + ended, text(&entry["reason"])]
 }
 
 fn remove(place: &Place, Remove { ids, ended, .. }: &Remove) -> Result<(), Failure> {
     let listed = entries(place)?;
-    let id = |entry: &Value| entry["id"].as_str()?.parse::<EntryId>().ok();
+    let id = |entry: &Value| entry["id"].as_str().map(str::to_owned);
     let unknown = |text: &String| {
         Failure::usage(format!("no deny entry has the id `{}`", text.escape_debug()), "see `transom deny list`")
     };
     let find = |text: &String| {
-        let found = text.parse().ok().filter(|found| listed.iter().any(|entry| id(entry) == Some(*found)));
-        found.ok_or_else(|| unknown(text))
+        // In any form of the number; the store may have entries of others under any name.
+        let number: Option<EntryId> = text.parse().ok();
+        let mut ids = listed.iter().filter_map(id);
+        ids.find(|id| id == text || (number.is_some() && id.parse().ok() == number)).ok_or_else(|| unknown(text))
     };
-    let ids: Vec<EntryId> = match ended {
+    let ids: Vec<String> = match ended {
         true => listed.iter().filter(|entry| entry["ended"] == true).filter_map(id).collect(),
         false => ids.iter().map(find).collect::<Result<_, _>>()?,
     };
     match place {
         Place::File(config) => {
+            let ids: Vec<EntryId> = ids.iter().filter_map(|id| id.parse().ok()).collect();
             let removed = access_file::remove(&file_of(config), &ids, config).map_err(failure)?;
             removed.iter().for_each(|entry| print_err!("transom: no longer denied: {}", entry.target));
         }
         Place::Gateway(gateway) => {
             for id in &ids {
-                let target = format!("/v1/deny/{id}");
+                let mut target = String::from("/v1/deny/");
+                percent_encode(id.as_bytes(), &mut target);
                 let removed = gateway.ask(Question { method: Method::DELETE, ..Question::get(&target) })?;
                 print_err!("transom: no longer denied: {}", row(removed.body())[1]);
             }

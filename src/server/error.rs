@@ -18,6 +18,7 @@ pub enum StartError {
     Inherited(SocketAddr),
     Tls(rustls::Error),
     AccessLog(io::Error),
+    AuditLog(io::Error),
     Tracing(io::Error),
     Thread(io::Error),
     Counters(OpenError),
@@ -60,6 +61,7 @@ impl fmt::Display for StartError {
             StartError::Counters(error) => error.fmt(f),
             StartError::Clock => f.write_str("the clock is before 1970 or after 2109: set it"),
             StartError::AccessLog(_) => f.write_str("cannot open the access log"),
+            StartError::AuditLog(_) => f.write_str("cannot open the audit log"),
             StartError::Tracing(_) => f.write_str("spans cannot be exported"),
             StartError::Thread(_) => f.write_str("cannot start a thread"),
         }
@@ -70,7 +72,10 @@ impl std::error::Error for StartError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             StartError::Listen { source, .. } => Some(source),
-            StartError::AccessLog(source) | StartError::Tracing(source) | StartError::Thread(source) => Some(source),
+            StartError::AccessLog(source)
+            | StartError::AuditLog(source)
+            | StartError::Tracing(source)
+            | StartError::Thread(source) => Some(source),
             StartError::Tls(source) => Some(source),
             StartError::Counters(error) => error.source(),
             StartError::Inherited(_) | StartError::Clock => None,
@@ -85,6 +90,7 @@ pub enum ReloadError {
     NeedsRestart(&'static str),
     Tls(rustls::Error),
     AccessLog(io::Error),
+    AuditLog(io::Error),
     Tracing(io::Error),
     KeySet(StartError),
     SharedDeny(StartError),
@@ -98,6 +104,7 @@ impl fmt::Display for ReloadError {
             ReloadError::NeedsRestart(setting) => write!(f, "a change of `{setting}` needs a restart or an upgrade"),
             ReloadError::Tls(error) => write!(f, "TLS cannot be set up: {error}"),
             ReloadError::AccessLog(error) => write!(f, "cannot open the access log: {error}"),
+            ReloadError::AuditLog(error) => write!(f, "cannot open the audit log: {error}"),
             ReloadError::Tracing(error) => write!(f, "spans cannot be exported: {error}"),
             ReloadError::KeySet(error) => write!(f, "the key set cannot be fetched: {error}"),
             ReloadError::SharedDeny(error) => {

@@ -145,12 +145,26 @@ fn the_admin_api_denies_and_records_who_did() {
         json!({ "network": "127.0.0.1", "until": "tomorrow" }),
         json!({ "network": "127.0.0.1", "until": "2030-01-31T18:00:00Z", "for": "1h" }),
         json!({ "network": "127.0.0.1", "for": format!("{}ms", u64::MAX) }),
+        json!({ "network": "127.0.0.1", "for": "99999999w" }),
+        json!({ "network": "127.0.0.1", "until": "+012000-01-31T18:00:00Z" }),
         json!({ "network": "127.0.0.1", "untill": null }),
         json!({ "key": { "part": "header:x-device" } }),
         json!({ "network": "127.0.0.1", "reason": "two\nlines" }),
         json!("127.0.0.1"),
     ] {
         send(&process, "POST", "/v1/deny", operator, &wrong).expect(400).problem();
+    }
+    let twice = "{\"network\": \"192.0.2.1\", \"key\": {\"part\": \"ip\", \"part\": \"ip\"}}";
+    for body in [twice, "{\"network\": \"192.0.2.1\", \"network\": \"192.0.2.2\"}"] {
+        let authorization = format!("Bearer {operator}");
+        let fields = [("Authorization", authorization.as_str())];
+        let response = Client::connect(process.admin).request("POST", "/v1/deny", &fields, body.as_bytes());
+        assert!(response.expect(400).text().contains("twice"), "{body}");
+    }
+    for (field, value) in [("for", "8000y"), ("for", "500000w"), ("until", "9999-12-31T23:59:59Z")] {
+        let late = send(&process, "POST", "/v1/deny", operator, &json!({ "network": "192.0.2.1", field: value }));
+        let is_clear = value.ends_with('y') || late.text().contains("9999-12-30T22:00:00Z");
+        assert!(late.status == 400 && is_clear, "{value}: {}", late.text());
     }
     let text = fs::read_to_string(&log).unwrap();
     process.write_config(&format!("no = \"setting\"\n{admin}{CONFIG}"));

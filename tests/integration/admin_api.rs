@@ -147,7 +147,7 @@ fn a_reset_is_recorded_with_its_token_and_the_counts_before_and_after() {
     for _ in 0..3 {
         send(&gateway, "POST", "/v1/limit", &token("clients"), QUERY).expect(200);
     }
-    assert!(!log.exists(), "a decision of `/v1/limit` is counted, and not recorded");
+    assert_eq!(std::fs::read_to_string(&log).unwrap(), "", "a decision of `/v1/limit` is counted, and not recorded");
     send(&gateway, "POST", "/v1/reset", &token("read"), QUERY).expect(403);
     send(&gateway, "POST", "/v1/reset", &token("operate"), QUERY).expect(200);
     let text = std::fs::read_to_string(&log).unwrap();
@@ -168,8 +168,16 @@ fn a_reset_is_recorded_with_its_token_and_the_counts_before_and_after() {
 #[test]
 fn a_change_that_cannot_be_recorded_is_refused() {
     let folder = TempDir::new();
-    let log = folder.path().join("missing/audit");
-    let gateway = Gateway::start(&with_tokens(&folder, &format!("audit_log = {log:?}\n")));
+    let log = folder.path().join("audit");
+    let toml = with_tokens(&folder, &format!("audit_log = {log:?}\n"));
+    std::fs::create_dir(&log).unwrap();
+    let file = folder.write("gateway.toml", format!("[listen]\nhttp = \"127.0.0.1:0\"\n{toml}"));
+    let (code, _, stderr) = run(&["run", "--config", file.to_str().unwrap()]);
+    assert!(code == Some(1) && stderr.contains("cannot open the audit log"), "{stderr}");
+    std::fs::remove_dir(&log).unwrap();
+    let gateway = Gateway::start(&toml);
+    std::fs::remove_file(&log).unwrap();
+    std::fs::create_dir(&log).unwrap();
     send(&gateway, "POST", "/v1/limit", &token("operate"), QUERY).expect(200);
     send(&gateway, "POST", "/v1/reset", &token("operate"), QUERY).expect(503).problem();
     assert_eq!(send(&gateway, "POST", "/v1/value", &token("read"), QUERY).expect(200).json()["count"], 1);

@@ -114,7 +114,18 @@ fn a_merge_patch_changes_what_it_names_and_keeps_comments_and_counts() {
         assert_eq!(clients_file(&process), file, "{body}");
     }
     call(&process, "PATCH", "/v1/clients/nobody", json!({ "plan": "gold" })).expect(404).problem();
-    call(&process, "PUT", "/v1/clients/no%20name", json!({ "plan": "gold" })).expect(422).problem();
+    for name in ["no%20name", "%2E", "%2e%2E"] {
+        call(&process, "PUT", &format!("/v1/clients/{name}"), json!({ "plan": "gold" })).expect(422).problem();
+    }
+    let twice = Client::connect(process.admin).request(
+        "PATCH",
+        "/v1/clients/acme",
+        &[("Host", &process.admin.to_string())],
+        b"{\"plan\": \"gold\", \"plan\": \"silver\"}",
+    );
+    assert!(twice.expect(400).text().contains("`plan` is given twice"));
+    let with_body = call(&process, "POST", "/v1/clients/acme/keys", json!({ "name": "blue" }));
+    assert!(with_body.expect(400).text().contains("`name` is not one of"));
     call(&process, "POST", "/v1/clients/nobody/keys", Value::Null).expect(404).problem();
     assert_eq!(clients_file(&process), file);
 }

@@ -1,8 +1,14 @@
 //! Clients in the store: gateways with `[clients] source = "shared"`.
 
 use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU8};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -316,6 +322,238 @@ fn commands_change_the_clients_of_the_store_through_a_gateway() {
     assert!(gateway.wait().success());
     expect(&["remove", "alpha"], 1, "no gateway runs there");
     assert!(expect(&["list"], 0, "the clients are those of the copy").contains("alpha"));
+}
+
+/// Sends two requests at once; returns the responses, the one with the lower status first.
+fn at_once<'g>(requests: [(&'g Process, &str, String, Value); 2]) -> [(HttpResponse, &'g Process); 2] {
+    let mut responses = thread::scope(|scope| {
+        let sent = requests.map(|(gateway, method, target, body)| {
+            scope.spawn(move || (call(gateway, method, &target, &[], body), gateway))
+        });
+        sent.map(|thread| thread.join().unwrap())
+    });
+    responses.sort_unstable_by_key(|(response, _)| response.status);
+    responses
+}
+
+#[test]
+fn changes_at_two_gateways_at_once_fit_together() {
+    const ROUNDS: usize = 8;
+    let (redis, scratch) = (RedisServer::start(), TempDir::new());
+    let start = |name: &str| {
+        let path = |file: &str| scratch.path().join(format!("{name}.{file}"));
+        let access = format!("[access]\nsource = \"shared\"\nfile = {:?}\n", path("deny"));
+        Process::spawn(&format!("{access}{}", config(&redis, &path("clients"), &[])))
+    };
+    let (a, b) = (start("a"), start("b"));
+    call(&a, "PUT", "/v1/clients/first", &[], json!({ "plan": "basic" })).expect(201);
+    eventually("both know the client", || b.admin_get("/v1/clients/first").status == 200);
+    for round in 0..ROUNDS {
+        for body in [
+            json!({ "plan": "basic", "subjects": [format!("subject-{round}")] }),
+            json!({ "plan": "pro", "networks": [format!("198.51.100.{round}")] }),
+        ] {
+            let put = |gateway, name: &str| {
+                (gateway, "PUT", format!("/v1/clients/{name}-{round}-{}", body["plan"].as_str().unwrap()), body.clone())
+            };
+            let [(made, _), (refused, _)] = at_once([put(&a, "a"), put(&b, "b")]);
+            assert_eq!((made.status, refused.status), (201, 409), "{}", refused.text());
+            let owner = made.json()["name"].as_str().unwrap().to_owned();
+            assert!(refused.text().contains(&format!("belongs to client `{owner}`")), "{}", refused.text());
+        }
+    }
+    // Neither is a client removed that is denied at the same time.
+    for round in 0..ROUNDS {
+        let target = format!("/v1/clients/gone-{round}");
+        call(&a, "PUT", &target, &[], json!({ "plan": "basic" })).expect(201);
+        eventually("both know the client", || b.admin_get(&target).status == 200);
+        let deny = json!({ "client": format!("gone-{round}") });
+        let [(made, _), (refused, _)] =
+            at_once([(&a, "DELETE", target, Value::Null), (&b, "POST", "/v1/deny".to_owned(), deny)]);
+        assert_eq!(made.status / 100, 2, "{}", made.text());
+        match made.status {
+            200 => assert!(refused.status == 409 && refused.text().contains("deny entry"), "{}", refused.text()),
+            _ => assert!(refused.status == 400 && refused.text().contains("no client"), "{}", refused.text()),
+        }
+        let listed = |gateway: &Process| gateway.admin_get("/v1/deny").json()["deny"].as_array().unwrap().len();
+        let denied = listed(&b);
+        eventually_eq(|| listed(&a), denied);
+    }
+    call(&a, "POST", "/v1/deny", &[], json!({ "client": "nobody" })).expect(400).problem();
+}
+
+/// Forwards to a store, and loses replies on request.
+struct LossyStore {
+    address: SocketAddr,
+    /// Which replies are lost from the next change on, as the constants below.
+    loses: Arc<AtomicU8>,
+}
+
+const NOTHING: u8 = 0;
+/// The connection with the change ends before the reply.
+const ONE_REPLY: u8 = 1;
+const ALL_REPLIES: u8 = 2;
+
+impl LossyStore {
+    fn start(redis: &RedisServer) -> LossyStore {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (address, loses) = (listener.local_addr().unwrap(), Arc::new(AtomicU8::new(NOTHING)));
+        let (socket, is_lossy) = (redis.socket(), Arc::clone(&loses));
+        thread::spawn(move || {
+            // Whether the change after which all replies are lost is on its way.
+            let is_silent = Arc::new(AtomicBool::new(false));
+            for client in listener.incoming().map_while(Result::ok) {
+                let server = UnixStream::connect(&socket).unwrap();
+                let (loses, silent, is_broken) =
+                    (Arc::clone(&is_lossy), Arc::clone(&is_silent), Arc::new(AtomicBool::new(false)));
+                let (from, to, broken) =
+                    (client.try_clone().unwrap(), server.try_clone().unwrap(), Arc::clone(&is_broken));
+                copy_until(from, to, move |bytes| {
+                    // An argument of the script; names of keys contain the word too.
+                    let is_change = bytes.windows(12).any(|word| word == b"$6\r\nchange\r\n");
+                    match loses.load(Relaxed) {
+                        ONE_REPLY if is_change => {
+                            broken.store(true, Relaxed);
+                            loses.store(NOTHING, Relaxed);
+                        }
+                        ALL_REPLIES if is_change => silent.store(true, Relaxed),
+                        ALL_REPLIES | ONE_REPLY => {}
+                        _ => silent.store(false, Relaxed),
+                    }
+                    false
+                });
+                let silent = Arc::clone(&is_silent);
+                copy_until(server, client, move |_reply| is_broken.load(Relaxed) || silent.load(Relaxed));
+            }
+        });
+        LossyStore { address, loses }
+    }
+}
+
+/// Copies bytes until `ends` holds for some, which are lost. Both connections end then.
+fn copy_until(from: impl Stream, to: impl Stream, ends: impl Fn(&[u8]) -> bool + Send + 'static) {
+    thread::spawn(move || {
+        let (mut from, mut to, mut bytes) = (from, to, [0; 65536]);
+        while let Ok(count @ 1..) = from.read(&mut bytes) {
+            if ends(&bytes[..count]) || to.write_all(&bytes[..count]).is_err() {
+                break;
+            }
+        }
+        from.end();
+        to.end();
+    });
+}
+
+trait Stream: Read + Write + Send + 'static {
+    fn end(&self);
+}
+
+impl Stream for TcpStream {
+    fn end(&self) {
+        let _ = self.shutdown(Shutdown::Both);
+    }
+}
+
+impl Stream for UnixStream {
+    fn end(&self) {
+        let _ = self.shutdown(Shutdown::Both);
+    }
+}
+
+#[test]
+fn a_change_whose_reply_is_lost_is_looked_for_and_recorded() {
+    let (redis, scratch) = (RedisServer::start(), TempDir::new());
+    let store = LossyStore::start(&redis);
+    let log = scratch.path().join("audit");
+    let toml = config(&redis, &scratch.path().join("clients.copy"), &[]);
+    let toml = toml.replace(&redis.url(), &format!("redis://{}", store.address));
+    let access = format!("[access]\nsource = \"shared\"\nfile = {:?}\n", scratch.path().join("deny.copy"));
+    let gateway = Process::spawn(&format!("[admin]\naudit_log = {log:?}\n{access}{toml}"));
+    let put = |plan: &str| call(&gateway, "PUT", "/v1/clients/acme", &[], json!({ "plan": plan }));
+    let deny = |value: &str| {
+        call(&gateway, "POST", "/v1/deny", &[], json!({ "key": { "part": "header:x-device", "value": value } }))
+    };
+    let records = || -> Vec<Value> {
+        fs::read_to_string(&log).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    put("basic").expect(201);
+    deny("a").expect(200);
+    // The gateway finds what has been done.
+    store.loses.store(ONE_REPLY, Relaxed);
+    put("pro").expect(200);
+    store.loses.store(ONE_REPLY, Relaxed);
+    deny("b").expect(200);
+    assert_eq!(records()[2]["after"]["plan"], "pro");
+    // It cannot find out.
+    store.loses.store(ALL_REPLIES, Relaxed);
+    let unconfirmed = put("basic").expect(504).problem();
+    assert!(unconfirmed["detail"].as_str().unwrap().contains("may have been made"), "{unconfirmed}");
+    let unconfirmed = deny("c").expect(503).problem();
+    assert!(unconfirmed["detail"].as_str().unwrap().contains("nothing was changed"), "{unconfirmed}");
+    let last = records().pop().unwrap();
+    assert_eq!((&last["before"]["plan"], &last["after"]), (&json!("pro"), &json!("unknown")));
+    store.loses.store(NOTHING, Relaxed);
+    eventually("the change is seen", || gateway.admin_get("/v1/clients/acme").json()["plan"] == "basic");
+    eventually("the deny entries can be changed", || deny("d").status == 200);
+    store.loses.store(ALL_REPLIES, Relaxed);
+    deny("e").expect(504).problem();
+    let last = records().pop().unwrap();
+    assert_eq!((&last["what"]["operation"], &last["after"]), (&json!("deny"), &json!("unknown")));
+}
+
+#[test]
+fn what_this_version_cannot_use_is_kept_listed_and_removable() {
+    let (redis, scratch) = (RedisServer::start(), TempDir::new());
+    let (mut acme, copy) = (client_json("basic", &["of-acme"]), scratch.path().join("clients.copy"));
+    acme["colour"] = json!("green");
+    change(&redis, "acme", Some(&acme));
+    change(&redis, "gold", Some(&client_json("gold", &["of-gold"])));
+    change(&redis, "bad", Some(&json!({ "plan": 7 })));
+    let access = format!("[access]\nsource = \"shared\"\nfile = {:?}\n", scratch.path().join("deny.copy"));
+    let gateway = Process::spawn(&format!("{access}{}", config(&redis, &copy, &[])));
+    let deny = StoredMap::new(&single_server(&redis), "deny");
+    run_on_worker(async {
+        for (name, text) in [
+            (
+                "0123456789ab",
+                "{\"network\":\"192.0.2.0/24\",\"routes\":[\"elsewhere\"],\"until\":null,\"reason\":\"x\"}",
+            ),
+            ("un/readable", "{\"network\":"),
+        ] {
+            deny.change(name, Some(text), Precondition::None, Some("epoch")).await.unwrap();
+        }
+    });
+    wait_for_status(&gateway, "of-acme", 200);
+    // A change keeps what a newer version has added.
+    call(&gateway, "PUT", "/v1/clients/acme", &[], json!({ "plan": "pro" })).expect(200);
+    let stored: Value = serde_json::from_str(&redis.cli(&["HGET", "transom:{#map|clients}:entries", "acme"])).unwrap();
+    assert_eq!(
+        (&stored["colour"], &stored["plan"], &stored["api_keys"]),
+        (&json!("green"), &json!("pro"), &acme["api_keys"])
+    );
+    // A key of a client without effect is not given to another one.
+    let network = json!({ "plan": "basic", "networks": ["203.0.113.0/24"] });
+    change(&redis, "gold", Some(&json!({ "plan": "gold", "networks": network["networks"] })));
+    eventually("it is refused", || call(&gateway, "PUT", "/v1/clients/new", &[], network.clone()).status == 409);
+    let listed = gateway.admin_get("/v1/clients").expect(200).json()["clients"].clone();
+    let reason = |name: &str| {
+        let client = listed.as_array().unwrap().iter().find(|client| client["name"] == name);
+        client.unwrap_or_else(|| panic!("{name}: {listed}"))["without_effect"].as_str().map(str::to_owned)
+    };
+    assert_eq!(reason("acme"), None);
+    assert!(reason("gold").unwrap().contains("plan"), "{listed}");
+    assert!(reason("bad").unwrap().contains("plan"), "{listed}");
+    for name in ["gold", "bad"] {
+        call(&gateway, "DELETE", &format!("/v1/clients/{name}"), &[], Value::Null).expect(204);
+    }
+    let entries = || gateway.admin_get("/v1/deny").expect(200).json()["deny"].as_array().unwrap().clone();
+    eventually_eq(|| entries().len(), 2);
+    assert!(entries()[0]["without_effect"].as_str().unwrap().contains("`elsewhere`"), "{:?}", entries());
+    assert_eq!((&entries()[1]["id"], entries()[1]["without_effect"].is_string()), (&json!("un/readable"), true));
+    for id in ["0123456789ab", "un%2Freadable"] {
+        call(&gateway, "DELETE", &format!("/v1/deny/{id}"), &[], Value::Null).expect(200);
+    }
+    assert_eq!(entries().len(), 0);
 }
 
 /// How long a gateway goes on admitting a key that was revoked through another one.

@@ -10,7 +10,7 @@ use tokio::task::{JoinHandle, spawn_local};
 use tokio::time::sleep;
 use transom_config::redis::{Nodes, StoreConfig};
 use transom_runtime::clock::Clock;
-use transom_store::map_follower::{Entry, MapCopy, MapFollower, MapObserver, SharedMap, Update};
+use transom_store::map_follower::{ChangeError, Entry, MapCopy, MapFollower, MapObserver, SharedMap, Update};
 use transom_store::shared_map::{Changed, MapChange, Position, Precondition, StoredMap, entries_of_a_call};
 
 use crate::support::DEADLINE;
@@ -22,6 +22,7 @@ use crate::support::sentinel::{MASTER, Sentinels};
 const STATE: &str = "transom:{#map|clients}:state";
 const ENTRIES: &str = "transom:{#map|clients}:entries";
 const CHANGES: &str = "transom:{#map|clients}:changes";
+const VERSIONS: &str = "transom:{#map|clients}:versions";
 
 /// A gateway that follows the map `clients`.
 struct Follower {
@@ -112,7 +113,7 @@ fn copy_of(epoch: &str, names: &[&str]) -> MapCopy {
     let mut copy = MapCopy::default();
     for (n, name) in names.iter().enumerate() {
         let entry = Entry { version: 10 + n as u64, text: "copied".into() };
-        copy.position = Position { epoch: epoch.to_owned(), version: entry.version, last: (*name).to_owned() };
+        copy.position = Position { epoch: epoch.to_owned(), version: entry.version };
         copy.entries.insert((*name).into(), entry);
     }
     copy
@@ -241,7 +242,7 @@ fn a_refill_that_was_not_completed_is_begun_anew() {
         redis.cli(&["HSET", ENTRIES, "rest", "1"]);
         let unaware = Follower::start(&settings);
         let refused = unaware.map.change("acme", Some("1".to_owned()), Precondition::None).await;
-        assert!(refused.unwrap_err().contains("refills"));
+        assert!(matches!(refused, Err(ChangeError::NotMade(why)) if why.contains("refills")));
         let follower = Follower::with_copy(&settings, copy_of("e", &["acme", "initech"]));
         unaware.wait_for("initech", Some("copied")).await;
         follower.synchronize().await;
@@ -262,29 +263,33 @@ fn a_gateway_that_lacks_changes_loads_the_whole_map() {
         let copy = a.map.lock().clone();
         // A removal that the store has forgotten.
         a.map.change("acme", None, Precondition::None).await.unwrap();
-        let version = redis.cli(&["HGET", STATE, "version"]);
-        redis.cli(&["HSET", STATE, "floor", &version]);
+        // Less than the version of the map: there was another change since.
+        redis.cli(&["HSET", STATE, "floor", &copy.position.version.to_string()]);
+        redis.cli(&["ZREM", CHANGES, "acme"]);
+        redis.cli(&["ZREMRANGEBYRANK", VERSIONS, "0", "-2"]);
         let b = Follower::with_copy(&settings, copy);
         b.wait_for("acme", None).await;
         assert_eq!(b.counts.loaded.get(), 1);
-        // The master that was promoted lacks the last change, with and without another one since.
-        for other in [None, Some("other")] {
+        // The master that was promoted lacks the last change, with and without another one since: it is made again.
+        for (other, text) in [(None, "1"), (Some("other"), "2")] {
             let before = redis.cli(&["HGET", STATE, "version"]);
-            a.put("lost", "1").await;
-            b.wait_for("lost", Some("1")).await;
-            redis.cli(&["EVAL", REVERT, "3", STATE, ENTRIES, CHANGES, "lost", &before]);
+            a.put("lost", text).await;
+            b.wait_for("lost", Some(text)).await;
+            redis.cli(&["EVAL", REVERT, "4", STATE, ENTRIES, CHANGES, VERSIONS, "lost", &before]);
             if let Some(other) = other {
                 let c = Follower::start(&settings);
                 c.put(other, "1").await;
                 b.wait_for(other, Some("1")).await;
             }
-            a.wait_for("lost", None).await;
-            b.wait_for("lost", None).await;
+            within_deadline("the change is back", async || redis.cli(&["HGET", ENTRIES, "lost"]) == text).await;
+            a.synchronize().await;
+            b.synchronize().await;
+            assert_eq!((a.text("lost").as_deref(), b.text("lost").as_deref()), (Some(text), Some(text)));
         }
         // Another map takes the place of this one.
         redis.cli(&["HDEL", ENTRIES, "hooli"]);
         redis.cli(&["ZREM", CHANGES, "hooli"]);
-        redis.cli(&["HSET", STATE, "epoch", "other"]);
+        redis.cli(&["HSET", STATE, "epoch", "other", "floor", "0"]);
         a.wait_for("hooli", None).await;
         b.wait_for("hooli", None).await;
         assert_eq!(a.text("initech").as_deref(), Some("1"));
@@ -293,7 +298,108 @@ fn a_gateway_that_lacks_changes_loads_the_whole_map() {
 
 /// Removes all trace of the last change.
 const REVERT: &str = "redis.call('HSET', KEYS[1], 'version', ARGV[2]) redis.call('HDEL', KEYS[2], ARGV[1]) \
-                      return redis.call('ZREM', KEYS[3], ARGV[1])";
+                      redis.call('ZREMRANGEBYRANK', KEYS[4], -1, -1) return redis.call('ZREM', KEYS[3], ARGV[1])";
+
+/// Writes a copy into a store that has just lost the map, before the gateways notice.
+async fn refill_with(redis: &RedisServer, settings: &StoreConfig, copy: &MapCopy) {
+    let stored = StoredMap::new(settings, "clients");
+    let next_entries = |after: Option<&str>| {
+        let entries = copy.entries.iter().skip_while(|(name, _)| after.is_some_and(|after| &***name <= after));
+        entries_of_a_call(entries.map(|(name, entry)| (name, entry.version, &entry.text)))
+    };
+    within_deadline("the copy is written first", async || {
+        redis.cli(&["FLUSHALL"]);
+        stored.fill("other", &copy.position, next_entries).await == Ok(Some(()))
+    })
+    .await;
+}
+
+#[test]
+fn a_refill_by_a_gateway_that_knows_less_undoes_no_change() {
+    let redis = RedisServer::start();
+    run_on_worker(async {
+        let settings = single_server(&redis);
+        let a = Follower::start(&settings);
+        for name in ["acme", "removed", "both"] {
+            a.put(name, "valid").await;
+        }
+        let before = a.map.lock().clone();
+        a.put("acme", "revoked").await;
+        a.map.change("removed", None, Precondition::None).await.unwrap();
+        a.put("both", "1").await;
+        let holds = |follower: &Follower| {
+            (follower.text("acme").as_deref(), follower.text("removed")) == (Some("revoked"), None)
+        };
+        refill_with(&redis, &settings, &before).await;
+        let unaware = Follower::start(&settings);
+        within_deadline("the store has the revocation again", async || {
+            assert!(holds(&a), "the gateway that knows of the revocation never forgets it");
+            redis.cli(&["HGET", ENTRIES, "acme"]) == "revoked" && holds(&unaware)
+        })
+        .await;
+        unaware.wait_for("both", Some("1")).await;
+
+        // The same, and the refilled map was changed before a gateway that knows more reads it.
+        refill_with(&redis, &settings, &before).await;
+        let stored = StoredMap::new(&settings, "clients");
+        for name in ["both", "later"] {
+            stored.change(name, Some("2"), Precondition::None, None).await.unwrap();
+        }
+        within_deadline("the store has both histories", async || {
+            assert!(holds(&a), "the gateway that knows of the revocation never forgets it");
+            redis.cli(&["HGET", ENTRIES, "acme"]) == "revoked" && holds(&unaware)
+        })
+        .await;
+        for follower in [&a, &unaware] {
+            follower.wait_for("later", Some("2")).await;
+            follower.wait_for("both", Some("2")).await;
+        }
+        assert_eq!(redis.cli(&["HLEN", ENTRIES]), "3");
+    });
+}
+
+#[test]
+fn of_two_histories_the_later_one_holds_unless_the_other_is_in_use() {
+    let redis = RedisServer::start();
+    run_on_worker(async {
+        let settings = single_server(&redis);
+        let a = Follower::start(&settings);
+        a.put("acme", "1").await;
+        let mut other = copy_of("other", &["initech"]);
+        refill_with(&redis, &settings, &other).await;
+        within_deadline("the later history is back", async || redis.cli(&["HKEYS", ENTRIES]) == "acme").await;
+        assert_eq!(a.text("acme").as_deref(), Some("1"));
+        // A later history.
+        other.position.version = a.map.lock().position.version + 1;
+        refill_with(&redis, &settings, &other).await;
+        a.wait_for("initech", Some("copied")).await;
+        assert_eq!(a.text("acme"), None);
+        // Of a map that is in use, an earlier history stays.
+        let third = copy_of("third", &["hooli"]);
+        let stored = StoredMap::new(&settings, "clients");
+        refill_with(&redis, &settings, &third).await;
+        stored.change("hooli", Some("2"), Precondition::None, None).await.unwrap();
+        a.wait_for("hooli", Some("2")).await;
+        assert_eq!(a.text("initech"), None);
+    });
+}
+
+#[test]
+fn a_gateway_that_knows_nothing_leaves_an_empty_store_to_others_first() {
+    let redis = RedisServer::start();
+    run_on_worker(async {
+        let settings = single_server(&redis);
+        let a = Follower::start(&settings);
+        a.put("acme", "1").await;
+        for round in 0..3 {
+            redis.cli(&["FLUSHALL"]);
+            let unaware = Follower::start(&settings);
+            unaware.put("initech", &round.to_string()).await;
+            a.wait_for("initech", Some(&round.to_string())).await;
+            assert_eq!((a.text("acme").as_deref(), unaware.text("acme").as_deref()), (Some("1"), Some("1")));
+        }
+    });
+}
 
 #[test]
 fn a_large_map_is_read_and_refilled_in_pages() {
@@ -304,7 +410,7 @@ fn a_large_map_is_read_and_refilled_in_pages() {
         let name: Arc<str> = format!("client-{n:06}").into();
         copy.entries.insert(name, Entry { version: 1 + n as u64, text: text(n).into() });
     }
-    copy.position = Position { epoch: "e".into(), version: 100_000, last: "client-099999".into() };
+    copy.position = Position { epoch: "e".into(), version: 100_000 };
     run_on_worker(async {
         let settings = single_server(&redis);
         let next_entries = |after: Option<&str>| -> Vec<MapChange> {

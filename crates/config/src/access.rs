@@ -135,9 +135,7 @@ impl SharedEntry {
         };
         let until_ms = match &entry["until"] {
             Value::Null => None,
-            until => {
-                Some(u64::try_from(until.as_str()?.parse::<jiff::Timestamp>().ok()?.as_millisecond()).unwrap_or(0))
-            }
+            until => Some(parse_time(until.as_str()?).ok()?),
         };
         let routes = entry["routes"].as_array()?.iter().map(string).collect::<Option<_>>()?;
         Some(SharedEntry { target, routes, until_ms, reason: string(&entry["reason"]) })
@@ -145,6 +143,36 @@ impl SharedEntry {
 
     pub fn has_ended(&self, now_ms: u64) -> bool {
         self.until_ms.is_some_and(|until_ms| until_ms <= now_ms)
+    }
+
+    /// Whether the entry denies a client.
+    pub fn is_of_client(&self, name: &str) -> bool {
+        matches!(&self.target, DenyTarget::Client(client) if client == name)
+    }
+
+    /// As [`DenyEntry::to_json`], with all its routes. `id`: its name in the store.
+    pub fn to_json(&self, id: &str, now_ms: u64) -> Value {
+        let mut shown = json!({
+            "id": id, "routes": self.routes, "until": self.until_ms.map(rfc3339), "reason": self.reason,
+            "ended": self.has_ended(now_ms),
+        });
+        self.target.show_in(&mut shown);
+        shown
+    }
+
+    /// Why the entry has no effect on a gateway.
+    ///
+    /// # Errors
+    ///
+    /// The reason. `has_client`: whether the gateway knows a client.
+    pub fn check_effect(&self, config: &Config, has_client: impl Fn(&str) -> bool) -> Result<(), String> {
+        match &self.target {
+            DenyTarget::Client(name) if !has_client(name) => Err(format!("this gateway has no client `{name}`")),
+            _ if self.resolve(config).is_none() => {
+                Err(format!("this gateway has none of its routes: `{}`", self.routes.join("`, `")))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The entry as it applies on this gateway; `None` if it has none of its routes.
@@ -232,7 +260,15 @@ impl DenyEntry {
             "id": self.id.to_string(), "routes": self.route_names(config), "until": self.until_ms.map(rfc3339),
             "reason": self.reason, "ended": self.has_ended(now_ms),
         });
-        match &self.target {
+        self.target.show_in(&mut shown);
+        shown
+    }
+}
+
+impl DenyTarget {
+    /// Adds the target to the JSON of an entry.
+    fn show_in(&self, shown: &mut Value) {
+        match self {
             DenyTarget::Network(network) => shown["network"] = json!(network.to_string()),
             DenyTarget::Client(name) => shown["client"] = json!(name),
             DenyTarget::Key(key) => {
@@ -243,7 +279,6 @@ impl DenyEntry {
                 shown["key"] = json!({ "part": key.0.to_string(), "value": value });
             }
         }
-        shown
     }
 }
 
@@ -426,16 +461,41 @@ pub fn read_until(item: &Item, report: &mut Report) -> Option<u64> {
         toml::de::DeValue::Datetime(time) => time.to_string(),
         _ => item.string("\"2030-01-31T18:00:00Z\"", report)?.text.to_owned(),
     };
-    if let Ok(time) = text.parse::<jiff::Timestamp>() {
-        // The past before 1970 has ended as well.
-        return Some(u64::try_from(time.as_millisecond()).unwrap_or(0));
+    match parse_time(&text) {
+        Ok(until_ms) => Some(until_ms),
+        Err((message, fix)) => report.reject(item.span.clone(), message, fix),
     }
+}
+
+/// The latest end of an entry.
+pub const UNTIL_MAX_MS: u64 = 253_402_207_200_000;
+
+/// Unix milliseconds of a time of RFC 3339; 0 for the past before 1970, which has ended as well.
+pub fn parse_time(text: &str) -> super::diagnostics::Parsed<u64> {
+    let parse = |text: &str| text.parse::<jiff::Timestamp>();
     let plain = text.trim();
-    let fix = match format!("{plain}Z").parse::<jiff::Timestamp>() {
-        Ok(_) => format!("add the offset from UTC, such as `{plain}Z` or `{plain}+01:00`"),
+    let fix = match parse(text) {
+        Ok(time) => return Ok(u64::try_from(time.as_millisecond()).unwrap_or(0).min(UNTIL_MAX_MS)),
+        // A year is four digits.
+        Err(_)
+            if !text.starts_with('-')
+                && jiff::fmt::temporal::Pieces::parse(text).is_ok_and(|pieces| pieces.offset().is_some()) =>
+        {
+            let fix = String::from("leave it out: without it, an entry never ends");
+            return Err((format!("{} is after {}, the latest end", quoted(text), rfc3339(UNTIL_MAX_MS)), fix));
+        }
+        Err(_) if parse(&format!("{plain}Z")).is_ok() => {
+            format!("add the offset from UTC, such as `{plain}Z` or `{plain}+01:00`")
+        }
         Err(_) => String::from("write a time in RFC 3339 format, such as `\"2030-01-31T18:00:00Z\"`"),
     };
-    report.reject(item.span.clone(), format!("{} is not a time", quoted(&text)), fix)
+    Err((format!("{} is not a time", quoted(text)), fix))
+}
+
+/// The end of an entry that lasts so long from now, in whole seconds; `None` if it is after [`UNTIL_MAX_MS`].
+pub fn end_after(lasts_ms: u64, now_ms: u64) -> Option<u64> {
+    let ends_ms = now_ms.checked_add(lasts_ms)?.checked_next_multiple_of(1000)?;
+    (ends_ms <= UNTIL_MAX_MS).then_some(ends_ms)
 }
 
 fn read_reason(word: &SpannedStr, report: &mut Report) -> Option<String> {

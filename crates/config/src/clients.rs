@@ -161,12 +161,10 @@ impl Client {
     pub fn to_json(&self) -> Value {
         let digests: Vec<String> = self.api_keys.iter().map(Digest::to_string).collect();
         let networks: Vec<String> = self.networks.iter().map(Network::to_string).collect();
-        let mut client =
-            json!({ "plan": self.plan, "api_keys": digests, "subjects": self.subjects, "networks": networks });
-        if let Some(limits) = self.limits_json() {
-            client["limits"] = limits;
-        }
-        client
+        let limits = self.limits_json().unwrap_or_else(|| json!({}));
+        json!({
+            "plan": self.plan, "api_keys": digests, "subjects": self.subjects, "networks": networks, "limits": limits,
+        })
     }
 
     /// The limits by rule; `None` if there are none.

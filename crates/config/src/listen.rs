@@ -149,7 +149,8 @@ settings! {
         /// too. `/metrics`, `/healthz`, `/readyz`, `/upstreams` and the page of the dashboard need none.
         tokens: Vec<AdminToken> = Tables::<AdminToken>::or("the token", TOKENS_FIX);
         /// Where changes are recorded, [a JSON line each](admin-api.md#audit-log): a path, which starts at the working
-        /// directory of the process, or `"stdout"`. A change is refused if the path cannot be opened.
+        /// directory of the process, or `"stdout"`. The gateway does not start, and changes are
+        /// refused, if the path cannot be opened.
         audit_log: Option<LogTarget> = Custom::or_empty(Shape::Text("path, `\"stdout\"`"), |item, report| {
             let word = item.string("\"stdout\"", report)?;
             let fix = "write `audit_log = \"stdout\"`, or the path of a file";

@@ -420,6 +420,8 @@ pub enum ApiError {
     UnknownEntry(String),
     /// The change was not made, for this reason.
     NotChanged(String),
+    /// The change may have been made, for this reason.
+    Unconfirmed(String),
     /// The change was not made, because the audit log cannot be written.
     AuditLogUnavailable,
     /// No configuration is served yet.

@@ -470,6 +470,12 @@ pub fn api_error_response(error: &ApiError) -> LocalResponse {
         ApiError::NoAccessFile => (StatusCode::NOT_FOUND, String::from("there is no `[access]` in the configuration")),
         ApiError::UnknownEntry(id) => (StatusCode::NOT_FOUND, format!("no deny entry has the id `{id}`")),
         ApiError::NotChanged(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("nothing was changed: {why}")),
+        ApiError::Unconfirmed(why) => (
+            StatusCode::GATEWAY_TIMEOUT,
+            format!(
+                "the change may have been made, because the store did not reply ({why}): look with `GET` before you repeat it"
+            ),
+        ),
         ApiError::AuditLogUnavailable => (
             StatusCode::SERVICE_UNAVAILABLE,
             String::from("nothing was changed, because the audit log cannot be written"),

@@ -69,6 +69,15 @@ impl From<StoreError> for String {
     }
 }
 
+/// Why a script has no reply.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ScriptError {
+    /// For the operator.
+    pub why: String,
+    /// False if the server has not executed it for certain.
+    pub may_have_run: bool,
+}
+
 impl RedisClient {
     /// Opens no connection yet.
     pub fn new(settings: &StoreConfig) -> RedisClient {
@@ -166,9 +175,17 @@ impl RedisClient {
         key: &str,
         which: ScriptKind,
         call: &impl Fn(ScriptRef) -> Cmd,
-    ) -> Result<Value, StoreError> {
-        let run = async |connection: &Rc<Connection>, importing| connection.run_script(which, importing, call).await;
-        Ok(self.run(key, &run).await?.0)
+    ) -> Result<Value, ScriptError> {
+        let may_have_run = Cell::new(false);
+        let run = async |connection: &Rc<Connection>, importing| {
+            may_have_run.set(true);
+            let reply = connection.run_script(which, importing, call).await;
+            may_have_run.set(!matches!(reply, Err(CallError::Rejected(_))));
+            reply
+        };
+        let reply = self.run(key, &run).await;
+        let failed = |error: StoreError| ScriptError { why: error.into(), may_have_run: may_have_run.get() };
+        reply.map(|(reply, _)| reply).map_err(failed)
     }
 
     /// Connects to every server and acquires from a short-lived probe key. Returns the server's time, Unix

@@ -5,16 +5,19 @@
 //! | --- | --- |
 //! | `PREFIX:{#map\|MAP}:entries` | a hash: the text of each name |
 //! | `PREFIX:{#map\|MAP}:changes` | a sorted set: for each name the version of its last change, also for names removed lately |
+//! | `PREFIX:{#map\|MAP}:versions` | a sorted set: the versions of the latest changes, by themselves |
 //! | `PREFIX:{#map\|MAP}:removed` | a sorted set: the names removed lately, by the version of their removal, also if they have a text again |
 //! | `PREFIX:{#map\|MAP}:state` | a hash: `epoch`, `version` of the last change, `floor`, and during a refill `filler` and `until` |
 //!
 //! **Versions** grow with each change of the map, and are not less than the microseconds of the store's clock: a master that is
 //! promoted without the last changes gives other changes other versions. **The epoch** is a random text that tells one history of
-//! a map from another. **The floor** is the version of the last removal that is forgotten: a gateway that knows less loads the
-//! whole map.
+//! a map from another. A gateway whose last version is not among the latest ones loads the whole map: it knows too little, or it
+//! knows a change that the store has lost. **The floor** is the version of the last removal that is forgotten.
 //!
 //! A store that lost its data has no state. The first gateway that notices **refills** the map from its copy, under the old epoch;
 //! meanwhile `filler` names it, no gateway reads or changes the map, and another gateway takes over if none has written `until` then.
+//! The floor of a refilled map is its version. A gateway that knows a later version refills the map anew, whatever its epoch, as long
+//! as nothing has changed it. `map_follower` has what happens later.
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -22,7 +25,7 @@ use std::time::Duration;
 use redis::{Cmd, Value};
 use tokio::time::timeout;
 
-use super::client::{RedisClient, StoreError};
+use super::client::{RedisClient, ScriptError};
 use super::connection::{CallError, ScriptKind, unexpected_reply};
 use super::scripts::{Script, ScriptRef};
 use super::sentinel::reply_text;
@@ -34,8 +37,8 @@ pub const TEXT_MAX_BYTES: usize = 256 * 1024;
 /// Upper bounds of a reply and of a call with entries: the server does nothing else meanwhile.
 const PAGE_ENTRIES: usize = 1000;
 const PAGE_BYTES: usize = 256 * 1024;
-/// Removals that a gateway may have missed without loading the whole map.
-const REMOVED_MAX: usize = 10_000;
+/// Changes that a gateway may have missed without loading the whole map, and removals that stay known.
+pub const KEPT_MAX: usize = 10_000;
 /// How long a refill may pause before another gateway begins it anew.
 const FILL_PAUSE_MAX: Duration = Duration::from_secs(10);
 /// Limit for the reply to a call.
@@ -50,8 +53,6 @@ pub struct Position {
     pub epoch: String,
     /// The version of the last change that it knows.
     pub version: u64,
-    /// The name that this change was about; empty if that is unknown.
-    pub last: String,
 }
 
 /// One name and its text; no text if the name was removed.
@@ -69,12 +70,16 @@ pub enum Page {
     Empty,
     /// A gateway refills the map, or did not complete it.
     Filling { is_abandoned: bool },
+    /// The map is a refill that lacks changes which the gateway knows, and nothing has changed it.
+    Behind,
     /// The changes between the position and the present are not known.
     Gone,
     Changes {
         epoch: String,
         /// The version of the map.
         version: u64,
+        /// Names that were removed up to this version may be forgotten.
+        floor: u64,
         /// In the order of their versions.
         changes: Vec<MapChange>,
         is_last: bool,
@@ -90,6 +95,8 @@ pub enum Precondition {
     Absent,
     /// The last change of the name has this version.
     Version(u64),
+    /// The last change of the map has this version, so that whatever was checked against all entries still holds.
+    Map(u64),
 }
 
 /// How a change ended.
@@ -106,22 +113,25 @@ pub enum Changed {
 /// A map in the store.
 pub struct StoredMap {
     client: RedisClient,
-    /// The state, the entries, the changes, the removed names. Calls name only those that they need: while the slot moves between
+    /// The state, the entries, the changes, the versions, the removed names. Calls name only those that they need: while the slot moves between
     /// nodes, a cluster rejects calls with keys that do not exist.
-    keys: [String; 4],
+    keys: [String; 5],
 }
 
 impl StoredMap {
     /// Opens no connection yet.
     pub fn new(settings: &StoreConfig, map: &str) -> StoredMap {
         let key = |name| format!("{}:{{#map|{map}}}:{name}", settings.prefix);
-        StoredMap { client: RedisClient::for_maps(settings), keys: ["state", "entries", "changes", "removed"].map(key) }
+        StoredMap {
+            client: RedisClient::for_maps(settings),
+            keys: ["state", "entries", "changes", "versions", "removed"].map(key),
+        }
     }
 
     /// Reads changes after a position. `since`: the version at which the gateway began to learn what it knows.
-    pub async fn read(&self, position: &Position, since: u64) -> Result<Page, StoreError> {
-        let reply = self.run(3, |cmd| {
-            cmd.arg("read").arg(position.version).arg(since).arg(&position.last).arg(PAGE_ENTRIES).arg(PAGE_BYTES);
+    pub async fn read(&self, position: &Position, since: u64) -> Result<Page, ScriptError> {
+        let reply = self.run(4, |cmd| {
+            cmd.arg("read").arg(position.version).arg(since).arg(PAGE_ENTRIES).arg(PAGE_BYTES);
         });
         let reply = reply.await?;
         parse_page(&reply).ok_or_else(|| malformed(&reply))
@@ -135,16 +145,17 @@ impl StoredMap {
         text: Option<&str>,
         precondition: Precondition,
         new_epoch: Option<&str>,
-    ) -> Result<Changed, StoreError> {
+    ) -> Result<Changed, ScriptError> {
         let expected = match precondition {
             Precondition::None => "any".to_owned(),
             Precondition::Exists => "exists".to_owned(),
             Precondition::Absent => String::new(),
             Precondition::Version(version) => version.to_string(),
+            Precondition::Map(version) => format!("map{version}"),
         };
-        let keys = if text.is_some() { 3 } else { 4 };
+        let keys = if text.is_some() { 4 } else { 5 };
         let reply = self.run(keys, |cmd| {
-            cmd.arg("change").arg(new_epoch.unwrap_or_default()).arg(name).arg(&expected).arg(REMOVED_MAX).arg(text);
+            cmd.arg("change").arg(new_epoch.unwrap_or_default()).arg(name).arg(&expected).arg(KEPT_MAX).arg(text);
         });
         let reply = reply.await?;
         parse_changed(&reply).ok_or_else(|| malformed(&reply))
@@ -157,7 +168,7 @@ impl StoredMap {
         by: &str,
         position: &Position,
         next_entries: impl Fn(Option<&str>) -> Vec<MapChange>,
-    ) -> Result<Option<()>, StoreError> {
+    ) -> Result<Option<()>, ScriptError> {
         if !self.fill_step(by, "begin", |cmd| _ = cmd.arg(&position.epoch).arg(position.version)).await? {
             return Ok(None);
         }
@@ -178,8 +189,8 @@ impl StoredMap {
         Ok(self.fill_step(by, "end", |_cmd| ()).await?.then_some(()))
     }
 
-    async fn fill_step(&self, by: &str, step: &str, arguments: impl Fn(&mut Cmd)) -> Result<bool, StoreError> {
-        let reply = self.run(4, |cmd| {
+    async fn fill_step(&self, by: &str, step: &str, arguments: impl Fn(&mut Cmd)) -> Result<bool, ScriptError> {
+        let reply = self.run(5, |cmd| {
             cmd.arg("fill").arg(by).arg(FILL_PAUSE_MAX.as_millis() as u64).arg(step);
             arguments(cmd);
         });
@@ -189,14 +200,14 @@ impl StoredMap {
     }
 
     /// Runs the script with the first `keys` keys.
-    async fn run(&self, keys: usize, arguments: impl Fn(&mut Cmd)) -> Result<Value, StoreError> {
+    async fn run(&self, keys: usize, arguments: impl Fn(&mut Cmd)) -> Result<Value, ScriptError> {
         let command = |by: ScriptRef| {
             let mut cmd = SCRIPT.command(by, &self.keys[..keys]);
             arguments(&mut cmd);
             cmd
         };
         let call = self.client.run_script(&self.keys[0], ScriptKind::Map, &command);
-        let no_reply = || StoreError::Unreachable(format!("no reply within {REPLY_TIMEOUT:?}"));
+        let no_reply = || ScriptError { why: format!("no reply within {REPLY_TIMEOUT:?}"), may_have_run: true };
         timeout(REPLY_TIMEOUT, call).await.unwrap_or_else(|_elapsed| Err(no_reply()))
     }
 }
@@ -214,11 +225,12 @@ pub fn entries_of_a_call<'e>(entries: impl Iterator<Item = (&'e Arc<str>, u64, &
     entries.map(change).collect()
 }
 
-fn malformed(reply: &Value) -> StoreError {
-    match unexpected_reply(reply) {
-        CallError::Lost(why) => StoreError::Unreachable(why),
-        CallError::Rejected(_) => StoreError::Unreachable(String::new()),
-    }
+fn malformed(reply: &Value) -> ScriptError {
+    let why = match unexpected_reply(reply) {
+        CallError::Lost(why) => why,
+        CallError::Rejected(_) => String::new(),
+    };
+    ScriptError { why, may_have_run: true }
 }
 
 fn parse_page(reply: &Value) -> Option<Page> {
@@ -228,11 +240,13 @@ fn parse_page(reply: &Value) -> Option<Page> {
     match (status, rest) {
         ("empty", []) => Some(Page::Empty),
         ("filling" | "abandoned", []) => Some(Page::Filling { is_abandoned: status == "abandoned" }),
+        ("behind", []) => Some(Page::Behind),
         ("gone", _) => Some(Page::Gone),
-        ("changes", [epoch, version, Value::Int(is_last), changes @ ..]) if changes.len() % 3 == 0 => {
+        ("changes", [epoch, version, Value::Int(is_last), floor, changes @ ..]) if changes.len() % 3 == 0 => {
             let changes = changes.as_chunks::<3>().0.iter().map(parse_change).collect::<Option<_>>()?;
-            let (epoch, version) = (reply_text(epoch)?.to_owned(), parse_version(version)?);
-            Some(Page::Changes { epoch, version, changes, is_last: *is_last == 1 })
+            let (epoch, version, floor) =
+                (reply_text(epoch)?.to_owned(), parse_version(version)?, parse_version(floor)?);
+            Some(Page::Changes { epoch, version, floor, changes, is_last: *is_last == 1 })
         }
         _ => None,
     }
@@ -283,7 +297,7 @@ mod tests {
         assert_eq!(page(&[text("empty")]), Some(Page::Empty));
         assert_eq!(page(&[text("abandoned")]), Some(Page::Filling { is_abandoned: true }));
         assert_eq!(page(&[text("gone"), text("e"), text("9"), Value::Int(1)]), Some(Page::Gone));
-        let head = [text("changes"), text("e"), text("1796000000000000"), Value::Int(0)];
+        let head = [text("changes"), text("e"), text("1796000000000000"), Value::Int(0), text("5")];
         let foreign = [text("a"), text("7"), Value::BulkString(b"\xff".to_vec())];
         assert!(matches!(page(&[&head[..], &foreign].concat()), Some(Page::Changes { .. })));
         let entries = [text("a"), text("7"), text("{}"), text("b"), text("8"), Value::Nil];
@@ -291,9 +305,10 @@ mod tests {
             MapChange { name: "a".into(), version: 7, text: Some("{}".into()) },
             MapChange { name: "b".into(), version: 8, text: None },
         ];
-        let expected = Page::Changes { epoch: "e".into(), version: 1_796_000_000_000_000, changes, is_last: false };
+        let (epoch, version) = ("e".into(), 1_796_000_000_000_000);
+        let expected = Page::Changes { epoch, version, floor: 5, changes, is_last: false };
         assert_eq!(page(&[&head[..], &entries].concat()), Some(expected));
-        for malformed in [&[][..], &head[..3], &[&head[..], &entries[..2]].concat(), &[text("other")]] {
+        for malformed in [&[][..], &head[..4], &[&head[..], &entries[..2]].concat(), &[text("other")]] {
             assert_eq!(page(malformed), None, "{malformed:?}");
         }
         let changed = |items: &[Value]| parse_changed(&Value::Array(items.to_vec()));
