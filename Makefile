@@ -140,6 +140,7 @@ bench: release $(PARTS)/envoy/installed bench-pingora
 	python3 benches/idle_connections.py
 	python3 benches/slow_clients.py
 	python3 benches/lease_calls.py
+	python3 benches/revocation.py
 	python3 benches/top_keys.py
 	python3 benches/dashboard.py
 	python3 benches/ratelimit_service.py

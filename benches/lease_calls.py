@@ -44,8 +44,8 @@ class Redis:
 
     name, package = "redis-server", "redis-server"
 
-    def start(self, directory, core):
-        port = machine.free_port()
+    def start(self, directory, core, port=None):
+        port = port or machine.free_port()
         options = ["--port", str(port), "--bind", machine.LOOPBACK, "--save", "", "--dir", directory]
         server = machine.Server(self.name, [self.name, *options], port, os.path.join(directory, "redis.log"), {core})
         return server, port
