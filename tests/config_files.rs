@@ -552,7 +552,7 @@ fn everything_is_read_as_written() {
     let fallback = OnMissing::Fallback(vec![IP.of_prefixes(32, 64), METHOD.part()]);
     assert_eq!((&rules[1].on_missing, &rules[2].on_missing), (&fallback, &OnMissing::Never));
     assert_eq!((&rules[3].cost, rules[3].on_limit), (&Cost::Fixed(u32::MAX), OnLimit::Shadow));
-    let layers: Vec<_> = (0..2).map(|layer| rules[0].layer_name(&rules[0].layers, layer)).collect();
+    let layers: Vec<_> = rules[0].layers.iter().map(|layer| rules[0].layer_name(&rules[0].layers, layer)).collect();
     assert_eq!(layers, ["per-client-hour", "per-client-minute"]);
 
     let route = &routes[0];

@@ -65,8 +65,8 @@ fn readings(state: &AdminState) -> [Reading; 6] {
 /// The configured limits of a rule, for clients without a plan and for each plan.
 fn add_limits(rule: &Rule, readings: &mut Vec<Reading>) {
     let mut add = |plan: &str, layers: &[Limit], concurrent: Option<u32>| {
-        for (layer, limit) in layers.iter().enumerate() {
-            let window = rule.layer_name(layers, layer);
+        for limit in layers {
+            let window = rule.layer_name(layers, limit);
             let labels = [("rule", rule.name.as_str()), ("window", window.as_str()), ("plan", plan)];
             readings.push(Reading::new(&RULE_LIMIT, &labels, f64::from(limit.tokens)));
             readings.push(Reading::new(&RULE_WINDOW, &labels, limit.windows.typical_ms() as f64 / 1e3));

@@ -280,7 +280,7 @@ fn prometheus_accepts_the_metrics_of_every_part() {
     // Shared counters have no snapshot.
     let saving = Process::spawn(&format!(
         "{}[counters]\nsnapshot = {snapshot:?}\nsnapshot_every = \"1s\"\n",
-        one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")
+        one_rule("key = \"ip\"\nwindows = [\"9/hour\"]\ncost = { usage = \"auto\" }")
     ));
     let sharing = Process::spawn(&format!(
         "[counters.shared]\nredis = \"redis://127.0.0.1:{}\"\n\

@@ -185,7 +185,7 @@ impl ClientLimits {
             let fix = "limits of a client cannot change how the rule counts: remove it, or give the rule such windows";
             return Err((message, fix.to_owned()));
         }
-        let names: HashSet<String> = (0..layers.len()).map(|layer| rule.layer_name(&layers, layer)).collect();
+        let names: HashSet<String> = layers.iter().map(|layer| rule.layer_name(&layers, layer)).collect();
         let has_name =
             |other: &&GatewayRule| other.name != rule.name && other.layer_names().any(|name| names.contains(&name));
         match rules.clone().find(has_name) {

@@ -198,7 +198,7 @@ impl GatewayRule {
 
     /// The names of its limits in responses and metrics.
     pub fn layer_names(&self) -> impl Iterator<Item = String> {
-        let layers = self.fixed_variants().flat_map(|layers| (0..layers.len()).map(move |layer| (layers, layer)));
+        let layers = self.fixed_variants().flat_map(|layers| layers.iter().map(move |layer| (layers, layer)));
         let names = layers.map(|(layers, layer)| self.layer_name(layers, layer));
         names.chain(self.concurrent_name()).chain(self.penalty_name())
     }

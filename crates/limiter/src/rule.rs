@@ -208,11 +208,11 @@ impl Rule {
         }
     }
 
-    /// The name of a layer in responses and metrics: the rule's name, and the period if there are several layers.
-    pub fn layer_name(&self, layers: &[Limit], layer: usize) -> String {
+    /// The name of one of several layers in responses and metrics: the rule's name, and the period unless it is the only one.
+    pub fn layer_name(&self, layers: &[Limit], layer: &Limit) -> String {
         match layers {
             [_] => self.name.clone(),
-            layers => format!("{}-{}", self.name, layers[layer].period_text),
+            _ => format!("{}-{}", self.name, layer.period_text),
         }
     }
 

@@ -316,10 +316,10 @@ impl RuleSet {
         let (mut layers, mut variants) = (Vec::new(), IdVec::new());
         for limits in rule.variants() {
             let first = layers.len();
-            for (i, limit) in limits.iter().enumerate() {
+            for limit in limits {
                 layers.extend(hashes.next().map(|hash| NamedLayer {
                     layer: self.compile_layer(rule, limit, hash),
-                    name: rule.layer_name(limits, i),
+                    name: rule.layer_name(limits, limit),
                     suffix: segments.segment(&limit.windows).to_owned(),
                 }));
             }
