@@ -304,7 +304,7 @@ fn header(file: &Path, name: &str) -> io::Result<Option<(Header, Lines<BufReader
 ///
 /// # Errors
 ///
-/// As of [`header`].
+/// The file cannot be read, or is not the copy of such a map.
 pub fn load(file: &Path, name: &str) -> io::Result<Option<(MapCopy, u64)>> {
     let Some((header, lines)) = header(file, name)? else { return Ok(None) };
     match read_entries(&header, lines) {

@@ -118,7 +118,7 @@ impl StoredClients {
         Err(ApiError::NotChanged("other gateways change clients all the time".to_owned()))
     }
 
-    /// Checks that no deny entry names a client. [`deny::keep_client`] is its counterpart: who denies the client changes its version
+    /// Checks that no deny entry names a client. `deny::keep_client` is its counterpart: who denies the client changes its version
     /// after that, so that its removal fails if it was checked before.
     async fn check_not_denied(&self, name: &str) -> Result<(), ApiError> {
         let Some(deny) = self.deny.borrow().clone() else { return Ok(()) };
