@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory as _, Parser, Subcommand};
 use clap_mangen::Man;
-use tracing_appender::non_blocking::WorkerGuard;
+use tracing_appender::non_blocking::{NonBlockingBuilder, WorkerGuard};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
@@ -15,6 +15,9 @@ use transom::cli::{self, Exit};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Lines that wait for standard error. The buffer takes 40 bytes for each, from the start.
+const LOG_BUFFER_LINES: usize = 10_000;
 
 /// A reverse-proxy gateway with exact, layered rate limits
 #[derive(Parser)]
@@ -322,7 +325,8 @@ fn start_log() -> Result<WorkerGuard, String> {
         ));
     };
     // Workers never wait for the log: lines that do not fit into the buffer are dropped.
-    let (writer, guard) = tracing_appender::non_blocking(std::io::stderr());
+    let buffer = NonBlockingBuilder::default().buffered_lines_limit(LOG_BUFFER_LINES);
+    let (writer, guard) = buffer.finish(std::io::stderr());
     // Protocol errors of clients are counted. The h2 library would log a warning for each, which clients could flood.
     let targets = Targets::new().with_default(level).with_target("h2", level.min(LevelFilter::ERROR));
     let log = tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false);

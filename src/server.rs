@@ -200,7 +200,7 @@ fn apply_limits(clients: Option<&Arc<LiveClients>>, clock: &Clock) {
     let has_limits =
         |plans: &ClientPlans| plans.next_limit_end_ms().is_some() || plans.limited_clients().next().is_some();
     if let Some(clients) = clients.filter(|clients| has_limits(&clients.current())) {
-        clients.change(|plans| plans.apply_limits(clock.now().unix_ms));
+        clients.change(|plans| plans.apply_limits(clock.wall_ms()));
     }
 }
 
@@ -319,7 +319,7 @@ impl Gateway {
         gateway.shared_clients.iter().for_each(|shared| shared.set_limits(&mut config));
         let rule_set = RuleSet::new(config.limiter_rules(), counters.seed, None);
         let now_ms = clock.now().unix_ms;
-        let clients = gateway.shared_clients.as_mut().and_then(|shared| shared.live(&config, now_ms));
+        let clients = gateway.shared_clients.as_mut().and_then(|shared| shared.live(&config, clock.wall_ms()));
         let live = LiveData { clients, published_keys, now_ms };
         let served = ServedConfig::new(config, counters.seed, rule_set, upstream_health, live);
         apply_limits(served.clients.as_ref(), &clock);
@@ -510,7 +510,7 @@ impl Gateway {
             tracing::error!(%error, "upstream servers are not checked");
         }
         let now_ms = self.clock.now().unix_ms;
-        let clients = self.shared_clients.as_mut().and_then(|shared| shared.live(&config, now_ms));
+        let clients = self.shared_clients.as_mut().and_then(|shared| shared.live(&config, self.clock.wall_ms()));
         let live = LiveData { clients, published_keys, now_ms };
         let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, live);
         self.shared_deny.iter().for_each(|shared| shared.serve(&served));

@@ -330,7 +330,13 @@ fn read_entries(header: &Header, mut lines: impl Iterator<Item = io::Result<Stri
         if let Ok((name, version, text)) = serde_json::from_str::<(String, u64, Option<String>)>(&line) {
             match text {
                 Some(text) => drop(copy.entries.insert(name.into(), Entry { version, text: text.into() })),
-                None => _ = copy.removed.insert(name.into(), version),
+                None => {
+                    // Removed after the entry was written.
+                    if copy.entries.get(&*name).is_some_and(|entry| entry.version < version) {
+                        copy.entries.remove(&*name);
+                    }
+                    copy.removed.insert(name.into(), version);
+                }
             }
             count += 1;
         } else {

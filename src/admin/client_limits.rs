@@ -26,7 +26,10 @@ pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
     }
     let checked = limits.check(rules);
     checked.map_err(|(message, fix)| ApiError::Rejected(format!("{message}: {fix}")))?;
-    let (name, now_ms) = (call.path_value(0).to_owned(), call.state.clock.now().unix_ms);
+    let (name, now_ms) = (call.path_value(0).to_owned(), call.state.clock.wall_ms());
+    if limits.has_ended(now_ms) {
+        return Err(ApiError::Rejected("`until` is in the past".to_owned()));
+    }
     let edit: Edit = Box::new(move |known| {
         let mut client = known.cloned().ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
         keep_others(&mut client, &rule, now_ms);
@@ -43,7 +46,7 @@ pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
 /// `DELETE`: the plan of the client applies again.
 pub async fn delete(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let (name, rule, now_ms) =
-        (call.path_value(0).to_owned(), call.path_value(1).to_owned(), call.state.clock.now().unix_ms);
+        (call.path_value(0).to_owned(), call.path_value(1).to_owned(), call.state.clock.wall_ms());
     let edit: Edit = Box::new(move |known| {
         let mut client = known.cloned().ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
         let has_rule = client.limits.iter().any(|limits| limits.rule == rule);

@@ -411,7 +411,7 @@ async fn next<T>(messages: &mut Option<UnboundedReceiver<T>>) -> Option<T> {
 /// Waits until a time, Unix milliseconds. Call again about once a second: the clock may be set meanwhile.
 async fn sleep_until(time_ms: Option<u64>, clock: &Clock) {
     match time_ms {
-        Some(time_ms) => tokio::time::sleep(Duration::from_millis(time_ms.saturating_sub(clock.now().unix_ms))).await,
+        Some(time_ms) => tokio::time::sleep(Duration::from_millis(time_ms.saturating_sub(clock.wall_ms()))).await,
         None => std::future::pending().await,
     }
 }

@@ -104,9 +104,12 @@ impl PendingCost {
     pub fn begin_forwarding(&mut self, route: RouteId, request: &mut Request<RequestBody>) {
         self.route = Some(route);
         let Some(plan) = &self.config.served.route_rules[self.rules_id].response_costs.model_plan else { return };
-        let coding = joined(request.headers(), CONTENT_ENCODING);
+        // Decoding would cost the gateway more than the client.
+        if self.is_settled() || request.headers().contains_key(CONTENT_ENCODING) {
+            return;
+        }
         // JSON, whatever the client calls it.
-        let reader: RequestReader = Rc::new(RefCell::new(Some(UsageReader::new(plan, None, coding.as_deref()))));
+        let reader: RequestReader = Rc::new(RefCell::new(Some(UsageReader::new(plan, None, None))));
         self.request_reader = Some(Rc::clone(&reader));
         request.body_mut().observe(Box::new(move |bytes| {
             reader.borrow_mut().iter_mut().for_each(|reader| reader.push(bytes));
@@ -163,12 +166,12 @@ impl PendingCost {
                 continue;
             }
             let charged = self.keyed_requests[rule.position].map_or(0, |keyed_request| keyed_request.cost);
-            let final_cost = match self.failed {
-                Some(may_be_received) if rule.reads_usage() => match !may_be_received && rule.refunds_unsent() {
-                    true => FinalCost::Stated(0),
-                    false => FinalCost::AsCharged,
-                },
-                _ => rule.final_cost(response, charged),
+            let final_cost = match (rule.final_cost(response, charged), self.failed) {
+                (FinalCost::NotCounted, _) => FinalCost::NotCounted,
+                (_, Some(false)) if rule.refunds_unsent() => FinalCost::Stated(0),
+                // The server may act on the request; its own status is not known.
+                (_, Some(_)) => FinalCost::AsCharged,
+                (final_cost, None) => final_cost,
             };
             let cost = match final_cost {
                 FinalCost::KnownAtEnd => continue,
@@ -181,8 +184,12 @@ impl PendingCost {
             };
             self.charged[nth].is_settled = true;
             let usage = response.body.filter(|_| self.failed.is_none()).and_then(|body| rule.usage(body.reading));
+            let undecoded = response.body.and_then(|body| body.reading.undecoded());
             match usage {
-                Some(Ok(usage)) => self.record_usage(nth, &usage),
+                Some(Ok(usage)) => {
+                    self.record_usage(nth, &usage);
+                    missing = missing.or(undecoded.map(|reason| (rule, reason)));
+                }
                 // Errors of a server state no usage.
                 Some(Err(reason)) if !rule.refunds(response.status) => missing = missing.or(Some((rule, reason))),
                 _ => {}
@@ -208,7 +215,9 @@ impl PendingCost {
     /// Counts the usage that a body has stated for the rule at a position in the list of rules with such costs.
     fn record_usage(&self, nth: usize, usage: &Usage) {
         if let Some(metrics) = self.route.and_then(|route| self.config.usage_metrics[route].as_ref()) {
-            Kind::ALL.into_iter().for_each(|kind| metrics.used(nth, kind as usize, usage[kind].rounded_up()));
+            Kind::ALL
+                .into_iter()
+                .for_each(|kind| metrics.used(nth, kind as usize, usage[kind].rounded_up().min(u32::MAX.into())));
         }
     }
 

@@ -49,6 +49,11 @@ fn answer(received: &ReceivedRequest) -> (Vec<u8>, bool) {
         "/bomb" => whole(reply(200, &[("Content-Encoding", "gzip")], &gzip(&" ".repeat(8 << 20)))),
         "/stream" => whole([head(200, &EVENTS), chunks(STREAM), b"0\r\n\r\n".to_vec()].concat()),
         "/cut" => ([head(200, &EVENTS), chunks(&STREAM[..150])].concat(), true),
+        "/broken-coding" => {
+            let fields = [("Content-Type", "text/event-stream"), ("Content-Encoding", "gzip")];
+            whole(reply(200, &fields, &[&gzip(&STREAM[..150])[..], b"no gzip"].concat()))
+        }
+        "/gzip-html" => whole(reply(200, &[("Content-Encoding", "gzip")], &gzip(&"<".repeat(401)))),
         "/none" => whole(reply(200, &json, b"{}")),
         "/html" => whole(reply(200, &[], &[b'<'; 401])),
         "/empty" => whole(head(204, &[])),
@@ -103,6 +108,8 @@ fn the_body_states_the_cost() {
         ("/stream", 200, [40, quarter(STREAM.len()), 85]),
         // At least what was charged in advance.
         ("/cut", 200, [30, quarter(150), 30]),
+        ("/broken-coding", 200, [30, quarter(gzip(&STREAM[..150]).len() + 7), 30]),
+        ("/gzip-html", 200, [30, 101, 30]),
         ("/none", 200, [30, 30, 30]),
         ("/html", 200, [30, 101, 30]),
         ("/empty", 204, [30, 30, 30]),
@@ -133,10 +140,10 @@ fn the_body_states_the_cost() {
     }
     let metrics = gateway.metrics();
     let usage = |kind| metrics.sum("transom_usage_total", &[("route", "all"), ("rule", "r0"), ("kind", kind)]);
-    assert_eq!(["input", "cached_input", "cache_write", "output", "reasoning"].map(usage), [83, 12, 0, 37, 9]);
+    assert_eq!(["input", "cached_input", "cache_write", "output", "reasoning"].map(usage), [108, 12, 0, 38, 9]);
     // A response counts once, if any rule lacks its usage: here, the second one also does for the stream and the error.
     let missing = |reason| metrics.sum("transom_usage_missing_total", &[("route", "all"), ("reason", reason)]);
-    assert_eq!(["absent", "compressed", "too-large", "not-json", "aborted"].map(missing), [4, 1, 1, 1, 1]);
+    assert_eq!(["absent", "compressed", "too-large", "not-json", "aborted"].map(missing), [4, 2, 1, 2, 1]);
 }
 
 #[test]
@@ -157,9 +164,18 @@ fn the_model_of_the_request_chooses_the_weights() {
         eventually_eq(|| used(&gateway, "r0"), total);
     }
     assert!(upstream.received().iter().any(|received| received.body == chosen.as_bytes()));
+    // Nor is a request decoded.
+    client.send(request("POST", "/chat", &[("Content-Encoding", "gzip")], &gzip(chosen)));
+    let mut response = client.read_head().unwrap();
+    client.read_body(&mut response, "POST");
+    eventually_eq(|| used(&gateway, "r0"), total + 35);
 
     // A request that reaches no server costs nothing.
     let gateway = Gateway::start(&config(&Upstream::refusing_connections(), &["{ usage = \"auto\", reserve = 30 }"]));
+    assert_eq!(remaining(&gateway.get("/chat").expect(502), "r0"), 100_000);
+    // Nor does one that the rule does not count.
+    let toml = config(&Upstream::refusing_connections(), &["{ usage = \"auto\", reserve = 30, refund_on = [] }"]);
+    let gateway = Gateway::start(&toml.replace("cost = ", "count_when = { status = [\"2xx\"] }\ncost = "));
     assert_eq!(remaining(&gateway.get("/chat").expect(502), "r0"), 100_000);
 }
 

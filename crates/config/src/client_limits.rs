@@ -22,6 +22,8 @@ use transom_limiter::rule::{Plan, Rule};
 use transom_limiter::window::Windows;
 use transom_limiter::window_kind::WindowKind;
 
+/// Windows of a client in a rule. Each is a counter of its requests, and may be a calendar of its own.
+const LAYERS_MAX: usize = 16;
 const LIMITS_FIX: &str = "write `[clients.NAME.limits.RULE]`, then its `windows`";
 
 settings! {
@@ -160,6 +162,10 @@ impl ClientLimits {
             return Err((format!("rule {} does not exist", quoted(&self.rule)), fix));
         };
         let layers = self.layers_in(rule);
+        if layers.len() > LAYERS_MAX {
+            let message = format!("{} windows: a client can have up to {LAYERS_MAX} in a rule", layers.len());
+            return Err((message, String::from("remove windows")));
+        }
         if rule.fixed_variants().all(<[Limit]>::is_empty) {
             return Err((format!("rule {} has no windows", quoted(&rule.name)), String::from("name another rule")));
         }

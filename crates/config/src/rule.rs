@@ -125,8 +125,8 @@ settings! {
         usage: Option<UsageSource> = usage();
         /// With `usage`: [factor of each kind](#usage). Without it: every kind counts once.
         weights: Option<ModelWeights> = weights();
-        /// With `usage`: what a response costs that states none. `"reserve"`: what was charged in advance. `"estimate"`: a quarter
-        /// of the bytes of its body, and at least what was charged in advance.
+        /// With `usage`: what a response costs at least that states none, or breaks off. `"reserve"`: what was charged in advance.
+        /// `"estimate"`: a token of output for each four bytes of its decoded body, and at least what was charged in advance.
         on_missing_usage: OnMissingUsage = Choice(OnMissingUsage::Reserve, &ON_MISSING_USAGE);
         /// With `usage` or `response-header`: statuses such as `429` and `"5xx"` of the server for which a response costs nothing
         /// that states no cost. With `usage`, the default is `["4xx", "5xx"]`, and requests that reach no server cost nothing

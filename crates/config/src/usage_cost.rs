@@ -126,12 +126,17 @@ fn read_usage(item: &Item, report: &mut Report) -> Option<Option<UsageSource>> {
         return item.choice(&[("auto", ())], report).map(|()| Some(UsageSource::Known));
     }
     let before = report.count();
-    let mut pointers = Inline::<UsagePointers>::or(USAGE_FORMS).read(item, report)?.json;
+    let pointers = Inline::<UsagePointers>::or(USAGE_FORMS).read(item, report)?.json;
     if pointers.is_empty() && report.count() == before {
         report.problem(item.span.clone(), "`usage` has no `json`", USAGE_FORMS);
     }
-    pointers.dedup();
-    Some(Some(UsageSource::Pointers(pointers)))
+    let mut distinct: Vec<JsonPointer> = Vec::new();
+    for pointer in pointers {
+        if !distinct.contains(&pointer) {
+            distinct.push(pointer);
+        }
+    }
+    Some(Some(UsageSource::Pointers(distinct)))
 }
 
 fn read_pointer(text: &SpannedStr, report: &mut Report) -> Option<JsonPointer> {

@@ -11,7 +11,8 @@ use transom_config::count_when::CountWhen;
 use transom_config::usage_cost::OnMissingUsage;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::Cost;
-use transom_usage::usage::{ModelWeights, Usage};
+use transom_usage::decimal::Decimal;
+use transom_usage::usage::{Kind, ModelWeights, Usage};
 use transom_usage::usage_reader::{Missing, Reading, ReadingPlan, SourceId};
 
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
@@ -79,7 +80,7 @@ pub enum FinalCost {
     Stated(u32),
     /// Nothing: the rule does not count requests with this response.
     NotCounted,
-    /// Decided by the trailers.
+    /// Decided by the body or the trailers.
     KnownAtEnd,
 }
 
@@ -125,18 +126,26 @@ impl ResponseCostRule {
             (Some(false), _) => return FinalCost::NotCounted,
             (Some(true), None) => return FinalCost::AsCharged,
             (Some(true), Some(StatedCost::Field { name, max })) => stated_in(headers, name, *max),
-            (Some(true), Some(StatedCost::Usage { source, weights, .. })) => {
+            (Some(true), Some(StatedCost::Usage { source, weights, on_missing })) => {
                 let Some(body) = body else { return FinalCost::KnownAtEnd };
-                let usage = body.reading.usage(*source).ok();
-                let cost = |usage| weights.of(body.model.or(body.reading.model())).cost(&usage);
-                // What is missing of a body that broke off may have cost more.
-                usage.map(cost).map(|cost| if body.is_aborted { cost.max(charged) } else { cost })
+                let weights = weights.of(body.model.or(body.reading.model()));
+                let stated = body.reading.usage(*source).ok().map(|usage| weights.cost(&usage));
+                let unstated = match on_missing {
+                    OnMissingUsage::Reserve => charged,
+                    OnMissingUsage::Estimate => weights.cost(&body.estimated_usage()).max(charged),
+                };
+                match stated {
+                    // What is missing of a body that was read in part may have cost more.
+                    Some(cost) if body.is_partial() => Some(cost.max(unstated)),
+                    None if !self.refunds(status) => Some(unstated),
+                    stated => stated,
+                }
             }
         };
         match stated {
             Some(cost) => FinalCost::Stated(cost),
             None if self.refunds(status) => FinalCost::Stated(0),
-            None => self.estimate(body, charged),
+            None => FinalCost::AsCharged,
         }
     }
 
@@ -152,7 +161,7 @@ impl ResponseCostRule {
 
     /// Whether a request that has reached no server costs nothing.
     pub fn refunds_unsent(&self) -> bool {
-        self.reads_usage() && !self.refund_on.is_empty()
+        !self.refund_on.is_empty()
     }
 
     /// The usage that a body has stated; `None` for a rule that does not read it.
@@ -160,15 +169,19 @@ impl ResponseCostRule {
         let Some(StatedCost::Usage { source, .. }) = &self.stated else { return None };
         Some(reading.usage(*source))
     }
+}
 
-    fn estimate(&self, body: Option<&BodyEnd<'_>>, charged: u32) -> FinalCost {
-        match (&self.stated, body) {
-            (Some(StatedCost::Usage { on_missing: OnMissingUsage::Estimate, .. }), Some(body)) => {
-                let estimate = u32::try_from(body.bytes.div_ceil(ESTIMATED_BYTES)).unwrap_or(u32::MAX);
-                FinalCost::Stated(estimate.max(charged))
-            }
-            _ => FinalCost::AsCharged,
-        }
+impl BodyEnd<'_> {
+    fn is_partial(&self) -> bool {
+        self.is_aborted || self.reading.undecoded().is_some()
+    }
+
+    /// What a body without usage may stand for: output, by its length without its content coding.
+    fn estimated_usage(&self) -> Usage {
+        let bytes = if self.reading.undecoded().is_some() { self.bytes } else { self.reading.decoded_bytes() };
+        let mut usage = Usage::default();
+        usage[Kind::Output] = Decimal::from(bytes.div_ceil(ESTIMATED_BYTES));
+        usage
     }
 }
 

@@ -381,6 +381,9 @@ fn response_costs(
         // Logs do not have the body.
         let response = ResponseEnd { status, headers: fields, grpc_status, body: None };
         let cost = |rule: &ResponseCostRule| match rule.final_cost(&response, 0) {
+            FinalCost::KnownAtEnd if rule.reads_usage() && rule.refunds(status) => {
+                (rule.position, FinalCost::Stated(0))
+            }
             FinalCost::KnownAtEnd if rule.reads_usage() => (rule.position, FinalCost::AsCharged),
             cost => (rule.position, cost),
         };

@@ -109,7 +109,10 @@ impl ContentDecoder {
             if *decoded_bytes > decoded_max { Err(DecodeError::TooLarge) } else { Ok(()) }
         };
         let result = match &mut self.coding {
-            Coding::Identity => return output(bytes),
+            Coding::Identity => {
+                *decoded_bytes += bytes.len() as u64;
+                return output(bytes);
+            }
             Coding::Gzip(inflate) => inflate.push(bytes, &mut bounded),
             Coding::Deflate(inflate) => {
                 let Some(first) = bytes.first() else { return };
@@ -125,6 +128,10 @@ impl ContentDecoder {
         if let Err(error) = result {
             self.coding = Coding::Failed(error);
         }
+    }
+
+    pub fn decoded_bytes(&self) -> u64 {
+        self.decoded_bytes
     }
 
     pub fn error(&self) -> Option<DecodeError> {

@@ -167,6 +167,9 @@ impl UsageReader {
     /// The next bytes of the body.
     pub fn push(&mut self, bytes: &[u8]) {
         let UsageReader { decoder, framing, documents } = self;
+        if matches!(framing, Framing::Json) && documents.scanner.is_malformed() {
+            return;
+        }
         decoder.push(bytes, &mut |decoded: &[u8]| match framing {
             Framing::Json => documents.data(decoded),
             Framing::Events(events) => events.push(decoded, documents),
@@ -190,7 +193,8 @@ impl UsageReader {
             None if has_json || !(has_other || is_malformed) => Missing::Absent,
             None => Missing::NotJson,
         };
-        Reading { plan, values, missing, is_malformed }
+        let undecoded = self.decoder.error().map(|_| missing);
+        Reading { plan, values, missing, is_malformed, undecoded, decoded_bytes: self.decoder.decoded_bytes() }
     }
 }
 
@@ -201,6 +205,8 @@ pub struct Reading {
     missing: Missing,
     /// Whether nothing of it counts.
     is_malformed: bool,
+    undecoded: Option<Missing>,
+    decoded_bytes: u64,
 }
 
 impl Reading {
@@ -229,6 +235,16 @@ impl Reading {
         let mut usage = Usage::default();
         usage[Kind::Input] = sum?;
         Some(usage)
+    }
+
+    /// Why a part of it was not decoded; `None` if all of it was.
+    pub fn undecoded(&self) -> Option<Missing> {
+        self.undecoded
+    }
+
+    /// Its length without its content coding, as far as it was decoded.
+    pub fn decoded_bytes(&self) -> u64 {
+        self.decoded_bytes
     }
 
     /// The name of the model.

@@ -130,7 +130,9 @@ impl ClientMetrics {
         if let Some(cells) = known.by_client.get(&number) {
             return cells.clone();
         }
-        if let (true, Some(cells)) = (known.others.is_empty(), clients.cells(self.worker, client, plan)) {
+        if known.others.is_empty()
+            && let Some(cells) = clients.cells(self.worker, client, plan)
+        {
             known.by_client.insert(number, cells.clone());
             return cells;
         }
