@@ -108,7 +108,7 @@ fn the_body_states_the_cost() {
         ("/stream", 200, [40, quarter(STREAM.len()), 85]),
         // At least what was charged in advance.
         ("/cut", 200, [30, quarter(150), 30]),
-        ("/broken-coding", 200, [30, quarter(gzip(&STREAM[..150]).len() + 7), 30]),
+        ("/broken-coding", 200, [30, 30, 30]),
         ("/gzip-html", 200, [30, 101, 30]),
         ("/none", 200, [30, 30, 30]),
         ("/html", 200, [30, 101, 30]),
