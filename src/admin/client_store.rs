@@ -118,8 +118,8 @@ impl StoredClients {
         Err(ApiError::NotChanged("other gateways change clients all the time".to_owned()))
     }
 
-    /// Checks that no deny entry names a client. `deny::keep_client` is its counterpart: who denies the client changes its version
-    /// after that, so that its removal fails if it was checked before.
+    /// Checks that no deny entry names a client. A gateway that adds such an entry then gives the client a new version
+    /// (`deny::keep_client`), so a removal that was checked before the entry was written fails.
     async fn check_not_denied(&self, name: &str) -> Result<(), ApiError> {
         let Some(deny) = self.deny.borrow().clone() else { return Ok(()) };
         deny.synchronize().await.map_err(ApiError::NotChanged)?;

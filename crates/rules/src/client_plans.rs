@@ -50,7 +50,7 @@ pub struct ClientPlans {
     by_api_key: ShardedTable<(Digest, Arc<KnownClient>)>,
     by_subject: ShardedTable<(Arc<KnownClient>, u32)>,
     by_network: Arc<ClientNetworks>,
-    /// Clients that are unknown because no rule defines their plan. What is theirs is not free.
+    /// Clients that are unknown because no rule defines their plan. Other clients cannot get their keys, subjects and networks.
     without_plan: Arc<BTreeMap<String, Client>>,
     contested: Arc<Contested>,
     /// The number of the next client.
@@ -72,8 +72,8 @@ struct LimitedClients {
     lacks_plans: bool,
 }
 
-/// What several clients in the store have, although the API gives nothing to two of them, and their names. The first name has it, so
-/// that all gateways agree, in whatever order they learn of the clients.
+/// Keys and subjects that several clients in the store have, which the API prevents, with the names of these clients. The key or
+/// subject belongs to the first name, so that all gateways agree, in whatever order they learn of the clients.
 type Contested = BTreeMap<Identifier, BTreeSet<String>>;
 
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -511,7 +511,7 @@ impl ClientPlans {
         }
     }
 
-    /// Gives what several clients have, one of which has gone, to the first of the others.
+    /// Gives a key or subject of several clients, one of which was removed, to the first of the others.
     fn pass_on(&mut self, identifier: &Identifier, gone: &str) {
         let contested = Arc::make_mut(&mut self.contested);
         let Some(mut names) = contested.remove(identifier) else { return };
