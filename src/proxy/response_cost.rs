@@ -44,8 +44,7 @@ pub struct PendingCost {
     route: Option<RouteId>,
     /// Reads the model that the request names, if costs depend on it.
     request_reader: Option<RequestReader>,
-    /// Set if the response is an error of the gateway: whether a server may have received the request.
-    failed: Option<bool>,
+    forwarding: Forwarding,
 }
 
 /// Shared with the body of the request, which outlives the response at times.
@@ -55,6 +54,16 @@ type RequestReader = Rc<RefCell<Option<UsageReader>>>;
 struct PendingCharges {
     charges: RuleCharges,
     is_settled: bool,
+}
+
+/// Whether a server has answered the request.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Forwarding {
+    Answered,
+    /// The gateway made the response: no server has received the request.
+    NotSent,
+    /// The gateway made the response, and a server may act on the request.
+    MayBeSent,
 }
 
 impl PendingCost {
@@ -85,7 +94,7 @@ impl PendingCost {
             store_keys: store_keys(),
             route: None,
             request_reader: None,
-            failed: None,
+            forwarding: Forwarding::Answered,
         }))
     }
 
@@ -118,7 +127,7 @@ impl PendingCost {
 
     /// The response is an error of the gateway.
     pub fn forwarding_failed(&mut self, error: &RequestError) {
-        self.failed = Some(error.may_follow_forwarding());
+        self.forwarding = if error.may_follow_forwarding() { Forwarding::MayBeSent } else { Forwarding::NotSent };
     }
 
     /// Charges or refunds the difference to what was charged. Returns the RateLimit fields as of then, or `None` if nothing
@@ -166,12 +175,12 @@ impl PendingCost {
                 continue;
             }
             let charged = self.keyed_requests[rule.position].map_or(0, |keyed_request| keyed_request.cost);
-            let final_cost = match (rule.final_cost(response, charged), self.failed) {
+            let final_cost = match (rule.final_cost(response, charged), self.forwarding) {
                 (FinalCost::NotCounted, _) => FinalCost::NotCounted,
-                (_, Some(false)) if rule.refunds_unsent() => FinalCost::Stated(0),
+                (_, Forwarding::NotSent) if rule.refunds_unsent() => FinalCost::Stated(0),
                 // The server may act on the request; its own status is not known.
-                (_, Some(_)) => FinalCost::AsCharged,
-                (final_cost, None) => final_cost,
+                (_, Forwarding::NotSent | Forwarding::MayBeSent) => FinalCost::AsCharged,
+                (final_cost, Forwarding::Answered) => final_cost,
             };
             let cost = match final_cost {
                 FinalCost::KnownAtEnd => continue,
@@ -183,7 +192,10 @@ impl PendingCost {
                 }
             };
             self.charged[nth].is_settled = true;
-            let usage = response.body.filter(|_| self.failed.is_none()).and_then(|body| rule.usage(body.reading));
+            let usage = response
+                .body
+                .filter(|_| self.forwarding == Forwarding::Answered)
+                .and_then(|body| rule.usage(body.reading));
             let undecoded = response.body.and_then(|body| body.reading.undecoded());
             match usage {
                 Some(Ok(usage)) => {
