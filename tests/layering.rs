@@ -210,6 +210,7 @@ const ORDERS: [(&str, &[&str]); 8] = [
             "json_scanner",
             "values",
             "json_pointer",
+            "memory_budget",
             "usage",
             "decimal",
         ],
@@ -227,7 +228,7 @@ const STATUS_CODES: [(&str, &str); 4] = [
     ("crates/limiter/src/tower.rs", "the middleware refuses with 429"),
 ];
 /// Files that may use atomics, with the reason.
-const ATOMICS: [(&str, &str); 14] = [
+const ATOMICS: [(&str, &str); 15] = [
     ("crates/runtime/src/clock.rs", "workers share the offset of the clock"),
     ("crates/runtime/src/metrics/storage.rs", "counted by one worker, read by a scrape"),
     (
@@ -239,6 +240,7 @@ const ATOMICS: [(&str, &str); 14] = [
     ("src/upstream/request_limit.rs", "requests of all workers are counted where they are limited"),
     ("src/upstream/server_health.rs", "workers share the health of servers"),
     ("src/access_log/mod.rs", "whether the file was moved"),
+    ("crates/usage/src/memory_budget.rs", "bodies of all workers share one bound of memory"),
     ("crates/jwt/src/published_keys.rs", "workers notice changed keys without a lock"),
     ("crates/rules/src/access.rs", "workers notice changed deny entries without a lock"),
     ("crates/rules/src/live_clients.rs", "workers notice changed clients without a lock"),

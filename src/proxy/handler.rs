@@ -18,11 +18,12 @@ use super::peer::{ConnectionInfo, Peer};
 use super::request_record::RequestRecord;
 use super::response::{Content, ResponseBody, ResponseFormat, error_response, forwarded_response, refusal_response};
 use super::response_cost::PendingCost;
-use super::websocket::{WebSocketHandshake, finish_handshake};
+use super::websocket::{TunnelSession, WebSocketHandshake};
 use super::worker_config::{DecisionBuffers, Target, WorkerConfig};
 use super::worker_state::{DecidedBy, WorkerState};
 use crate::proxy::served_config::ServedConfig;
 use crate::upstream::echo;
+use crate::upstream::forward::ForwardError;
 use crate::upstream::load_balancer::RequestTraits;
 use crate::upstream::request_body::{BodySource, ClientBody, MinUploadRate, RequestBody, UploadLimits};
 use transom_config::RouteId;
@@ -196,25 +197,40 @@ pub fn handle(
             Ok(response) => {
                 if let Some(handshake) = plan.websocket.take() {
                     return ResponseFuture::Waiting(Box::pin(async move {
-                        let finished = finish_handshake(response, handshake, format, record, &peer.tunnel);
-                        ResponseFuture::Done(Some(settle(finished.await, fields, pending_cost)))
+                        let response = match handshake.finish(response).await {
+                            Ok((response, None)) => forwarded_response(response, format, record),
+                            Ok((response, Some(tunnel))) => {
+                                pending_cost.iter_mut().for_each(|pending_cost| pending_cost.tunnel_opened());
+                                let (session, response) = TunnelSession::open(tunnel, response, format, record);
+                                peer.tunnel.replace(Some(session));
+                                response
+                            }
+                            Err(error) => failed_response(&error.into(), format, record, &mut pending_cost),
+                        };
+                        ResponseFuture::Done(Some(settle(response, fields, pending_cost)))
                     }));
                 }
                 forwarded_response(response, format, record)
             }
-            Err(error) => {
-                // No response proves that the upstream did not act on what it has received.
-                pending_cost = pending_cost.filter(|_| !error.is_of_request_body());
-                if let Some(pending_cost) = &mut pending_cost {
-                    pending_cost.forwarding_failed(&error);
-                }
-                error_response(&error, format, record)
-            }
+            Err(error) => failed_response(&error, format, record, &mut pending_cost),
         };
         // The response to an authorization request says nothing about the response to the client.
         let pending_cost = pending_cost.filter(|_| !is_forward_auth);
         ResponseFuture::Done(Some(settle(response, fields, pending_cost)))
     }))
+}
+
+/// The response to a request that could not be forwarded.
+fn failed_response(
+    error: &ForwardError,
+    format: ResponseFormat,
+    record: RequestRecord,
+    pending_cost: &mut Option<Box<PendingCost>>,
+) -> Response<ResponseBody> {
+    // No response proves that the upstream did not act on what it has received.
+    *pending_cost = pending_cost.take().filter(|_| !error.error.is_of_request_body());
+    pending_cost.iter_mut().for_each(|pending_cost| pending_cost.forwarding_failed(error));
+    error_response(&error.error, format, record)
 }
 
 /// Settles what the response decides, and adds the RateLimit fields. Errors carry them too: an admitted request has consumed
@@ -422,9 +438,9 @@ async fn forward(
     plan: &mut ForwardPlan,
     mut request: Box<Request<RequestBody>>,
     record: &mut RequestRecord,
-) -> Result<Response<Content>, RequestError> {
+) -> Result<Response<Content>, ForwardError> {
     if let Some(error) = plan.error.take() {
-        return Err(*error);
+        return Err((*error).into());
     }
     if peer.connection.is_forward_auth {
         let reply = plan.actions.as_mut().and_then(|actions| actions.direct_response.take());

@@ -11,9 +11,9 @@ use http_body::Body as _;
 use super::response::{BodyEnded, BodyObserver, ResponseBody};
 use super::worker_config::WorkerConfig;
 use super::worker_state::{DecidedBy, WorkerState};
+use crate::upstream::forward::ForwardError;
 use crate::upstream::request_body::RequestBody;
 use transom_config::RouteId;
-use transom_http::error::RequestError;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::rule_set::KeyedRequest;
@@ -21,7 +21,9 @@ use transom_limiter::store_key::StoreKeys;
 use transom_rules::RouteRulesId;
 use transom_rules::compiled_config::RouteRules;
 use transom_rules::ratelimit_headers::RateLimitFields;
-use transom_rules::response_cost::{BodyEnd, FinalCost, GRPC_UNKNOWN, ResponseCostRule, ResponseEnd, grpc_status};
+use transom_rules::response_cost::{
+    BodyEnd, FinalCost, GRPC_UNKNOWN, ResponseCostId, ResponseCostRule, ResponseEnd, grpc_status,
+};
 use transom_store::counter_access::RequestKeys;
 use transom_store::scripts::Refund;
 use transom_store::settlement::RuleCharges;
@@ -35,8 +37,8 @@ pub struct PendingCost {
     config: Rc<WorkerConfig>,
     rules_id: RouteRulesId,
     keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
-    /// What was charged, for each of `RouteRules::response_costs`.
-    charged: Vec<PendingCharges>,
+    /// The rules that have charged and are not settled.
+    unsettled: Vec<PendingCharges>,
     /// Refunds of what the shared store has charged, with the rule.
     refunds: Vec<(PlanPosition, Refund)>,
     store_keys: StoreKeys,
@@ -50,16 +52,18 @@ pub struct PendingCost {
 /// Shared with the body of the request, which outlives the response at times.
 type RequestReader = Rc<RefCell<Option<UsageReader>>>;
 
-/// What one rule has charged, and whether the difference to its cost was charged or refunded.
+/// What one rule has charged. The difference to its cost is charged or refunded later.
 struct PendingCharges {
+    rule: ResponseCostId,
     charges: RuleCharges,
-    is_settled: bool,
 }
 
 /// Whether a server has answered the request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Forwarding {
     Answered,
+    /// It has switched protocols.
+    Tunnel,
     /// The gateway made the response: no server has received the request.
     NotSent,
     /// The gateway made the response, and a server may act on the request.
@@ -78,18 +82,18 @@ impl PendingCost {
         if response_costs.is_empty() {
             return None;
         }
-        let charged = response_costs.iter().map(|rule| {
-            // Nothing to settle: a shadow rule that would have refused, and a rule that an outage policy left out.
-            let is_settled = !context.has_charged(rule.position);
-            let charges = if is_settled { RuleCharges::default() } else { RuleCharges::of(context, rule.position) };
-            PendingCharges { charges, is_settled }
-        });
+        // Others have nothing to settle: a shadow rule that would have refused, and a rule that an outage policy left out.
+        let charged = response_costs.enumerate().filter(|(_, rule)| context.has_charged(rule.position));
+        let charges = |(rule, ResponseCostRule { position, .. }): (ResponseCostId, &ResponseCostRule)| PendingCharges {
+            rule,
+            charges: RuleCharges::of(context, *position),
+        };
         Some(Box::new(PendingCost {
             worker: Rc::clone(by.worker),
             config: Rc::clone(by.config),
             rules_id: by.rules_id,
             keyed_requests: context.inputs.keyed_requests.clone(),
-            charged: charged.collect(),
+            unsettled: charged.map(charges).collect(),
             refunds: refunds.to_vec(),
             store_keys: store_keys(),
             route: None,
@@ -102,10 +106,8 @@ impl PendingCost {
     /// have no effect.
     pub fn add_recharge(&mut self, rules: &RouteRules, context: &DecisionContext, refunds: &[(PlanPosition, Refund)]) {
         self.refunds.extend_from_slice(refunds);
-        for (rule, charged) in
-            rules.response_costs.rules.iter().zip(&mut self.charged).filter(|(_, charged)| !charged.is_settled)
-        {
-            charged.charges.add(context, rule.position);
+        for PendingCharges { rule, charges } in &mut self.unsettled {
+            charges.add(context, rules.response_costs.rules[*rule].position);
         }
     }
 
@@ -126,8 +128,13 @@ impl PendingCost {
     }
 
     /// The response is an error of the gateway.
-    pub fn forwarding_failed(&mut self, error: &RequestError) {
-        self.forwarding = if error.may_follow_forwarding() { Forwarding::MayBeSent } else { Forwarding::NotSent };
+    pub fn forwarding_failed(&mut self, error: &ForwardError) {
+        self.forwarding = if error.may_be_sent { Forwarding::MayBeSent } else { Forwarding::NotSent };
+    }
+
+    /// The response opens a tunnel.
+    pub fn tunnel_opened(&mut self) {
+        self.forwarding = Forwarding::Tunnel;
     }
 
     /// Charges or refunds the difference to what was charged. Returns the RateLimit fields as of then, or `None` if nothing
@@ -159,7 +166,7 @@ impl PendingCost {
     }
 
     fn is_settled(&self) -> bool {
-        self.charged.iter().all(|charged| charged.is_settled)
+        self.unsettled.is_empty()
     }
 
     fn fields(&self) -> RateLimitFields {
@@ -169,21 +176,13 @@ impl PendingCost {
     /// Settles the rules whose cost is known; `true` if a counter may have changed.
     fn settle_rules(&mut self, response: &ResponseEnd<'_>) -> bool {
         let config = Rc::clone(&self.config);
+        let response_costs = &config.served.route_rules[self.rules_id].response_costs;
         let (mut is_changed, mut missing) = (false, None);
-        for (nth, rule) in config.served.route_rules[self.rules_id].response_costs.rules.iter().enumerate() {
-            if self.charged[nth].is_settled {
-                continue;
-            }
-            let charged = self.keyed_requests[rule.position].map_or(0, |keyed_request| keyed_request.cost);
-            let final_cost = match (rule.final_cost(response, charged), self.forwarding) {
-                (FinalCost::NotCounted, _) => FinalCost::NotCounted,
-                (_, Forwarding::NotSent) if rule.refunds_unsent() => FinalCost::Stated(0),
-                // The server may act on the request; its own status is not known.
-                (_, Forwarding::NotSent | Forwarding::MayBeSent) => FinalCost::AsCharged,
-                (final_cost, Forwarding::Answered) => final_cost,
-            };
-            let cost = match final_cost {
-                FinalCost::KnownAtEnd => continue,
+        let mut unsettled = std::mem::take(&mut self.unsettled);
+        unsettled.retain(|PendingCharges { rule: id, charges }| {
+            let rule = &response_costs.rules[*id];
+            let cost = match self.final_cost(rule, response) {
+                FinalCost::KnownAtEnd => return true,
                 FinalCost::AsCharged => None,
                 FinalCost::Stated(cost) => Some(cost),
                 FinalCost::NotCounted => {
@@ -191,15 +190,11 @@ impl PendingCost {
                     Some(0)
                 }
             };
-            self.charged[nth].is_settled = true;
-            let usage = response
-                .body
-                .filter(|_| self.forwarding == Forwarding::Answered)
-                .and_then(|body| rule.usage(body.reading));
-            let undecoded = response.body.and_then(|body| body.reading.undecoded());
-            match usage {
+            let body = response.body.filter(|_| matches!(self.forwarding, Forwarding::Answered | Forwarding::Tunnel));
+            match body.and_then(|body| rule.usage(body.reading)) {
                 Some(Ok(usage)) => {
-                    self.record_usage(nth, &usage);
+                    self.record_usage(*id, &usage);
+                    let undecoded = body.and_then(|body| body.reading.undecoded());
                     missing = missing.or(undecoded.map(|reason| (rule, reason)));
                 }
                 // Errors of a server state no usage.
@@ -208,12 +203,24 @@ impl PendingCost {
             }
             is_changed |= cost.is_some();
             if let Some(cost) = cost {
-                let charges = &self.charged[nth].charges;
                 self.worker.counters.settle(self.keys(), rule.position, charges, &self.refunds, cost);
             }
-        }
+            false
+        });
+        self.unsettled = unsettled;
         missing.into_iter().for_each(|(rule, reason)| self.record_missing(rule, reason));
         is_changed
+    }
+
+    fn final_cost(&self, rule: &ResponseCostRule, response: &ResponseEnd<'_>) -> FinalCost {
+        let charged = self.keyed_requests[rule.position].map_or(0, |keyed_request| keyed_request.cost);
+        match (rule.final_cost(response, charged), self.forwarding) {
+            (FinalCost::NotCounted, _) => FinalCost::NotCounted,
+            (_, Forwarding::NotSent) if rule.refunds_unsent() => FinalCost::Stated(0),
+            // The server may act on the request; its own status is not known.
+            (_, Forwarding::NotSent | Forwarding::MayBeSent) => FinalCost::AsCharged,
+            (final_cost, Forwarding::Answered | Forwarding::Tunnel) => final_cost,
+        }
     }
 
     /// Counts a request that a rule does not count.
@@ -224,12 +231,11 @@ impl PendingCost {
         }
     }
 
-    /// Counts the usage that a body has stated for the rule at a position in the list of rules with such costs.
-    fn record_usage(&self, nth: usize, usage: &Usage) {
+    /// Counts the usage that a body has stated.
+    fn record_usage(&self, rule: ResponseCostId, usage: &Usage) {
         if let Some(metrics) = self.route.and_then(|route| self.config.usage_metrics[route].as_ref()) {
-            Kind::ALL
-                .into_iter()
-                .for_each(|kind| metrics.used(nth, kind as usize, usage[kind].rounded_up().min(u32::MAX.into())));
+            let tokens = Kind::ALL.map(|kind| usage[kind].rounded_up().min(u32::MAX.into()));
+            metrics.rules[rule].iter().for_each(|kinds| kinds.add(tokens));
         }
     }
 
@@ -238,15 +244,22 @@ impl PendingCost {
     fn record_missing(&self, rule: &ResponseCostRule, missing: Missing) {
         let served = &self.config.served;
         let Some(route) = self.route else { return };
-        self.config.usage_metrics[route].iter().for_each(|metrics| metrics.missing(missing as usize));
+        if let Some(metrics) = &self.config.usage_metrics[route] {
+            metrics.missing.add(Missing::ALL.map(|reason| (reason == missing).into()));
+        }
         let fix = match missing {
             Missing::Aborted => return,
+            _ if self.forwarding == Forwarding::Tunnel => {
+                "a tunnel states none: set `websocket = false` on the route, or use the rule on other routes only"
+            }
             Missing::Absent => {
                 "the server has to state it; OpenAI streams do if requests have `stream_options.include_usage`, other members are \
                  read with `usage = { json = [POINTER] }`"
             }
             Missing::Compressed => "its Content-Encoding cannot be decoded: remove Accept-Encoding from requests",
-            Missing::TooLarge => "its Content-Encoding expands too much: remove Accept-Encoding from requests",
+            Missing::TooLarge => {
+                "its Content-Encoding expands too much, or too many are decoded: remove Accept-Encoding from requests"
+            }
             Missing::NotJson => "it is no JSON: use the rule on other routes only, or a cost from a response header",
         };
         let (name, upstream) = (served.route_name(route), served.routes[route].upstream);

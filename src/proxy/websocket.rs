@@ -3,7 +3,6 @@
 //! The handshake with the upstream is always HTTP/1.1 (RFC 6455). The client's is either HTTP/1.1 or an extended CONNECT
 //! (RFC 8441). An HTTP/2 stream becomes a tunnel with any 2xx, so a CONNECT gets 2xx only after the upstream has switched.
 
-use std::cell::RefCell;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -11,7 +10,7 @@ use http::{HeaderMap, Response};
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::request_record::RequestRecord;
-use super::response::{Content, ResponseBody, ResponseFormat, error_response, forwarded_response};
+use super::response::{Content, ResponseBody, ResponseFormat};
 use crate::timer::Timer;
 use crate::upstream::tunnel::{ByteCounts, Tunnel, TunnelEnd};
 use transom_http::error::RequestError;
@@ -44,63 +43,40 @@ impl WebSocketHandshake {
         websocket_handshake::insert_upgrade_fields(headers);
         self.key.insert_into(headers);
     }
-}
 
-/// Turns the upstream's or the route's response to a handshake into the client's. A tunnel goes into `tunnel_slot`; the
-/// connection runs it once the response is sent.
-pub async fn finish_handshake(
-    response: Response<Content>,
-    handshake: Box<WebSocketHandshake>,
-    format: ResponseFormat,
-    record: RequestRecord,
-    tunnel_slot: &RefCell<Option<Box<TunnelSession>>>,
-) -> Response<ResponseBody> {
-    if websocket_handshake::is_switching_protocols(&response) {
-        return open_tunnel(response, &handshake, format, record, tunnel_slot).await;
-    }
-    let error = match (handshake.method, response.body()) {
-        (UpgradeMethod::ExtendedConnect, Content::Local(_)) if response.status().is_success() => {
-            RequestError::WEBSOCKET_NOT_SERVED
+    /// Checks the upstream's or the route's response, and turns it into the client's. With a tunnel, the handshake has succeeded.
+    pub async fn finish(
+        self: Box<Self>,
+        mut response: Response<Content>,
+    ) -> Result<(Response<Content>, Option<Tunnel>), RequestError> {
+        if !websocket_handshake::is_switching_protocols(&response) {
+            return match (self.method, response.body()) {
+                (UpgradeMethod::ExtendedConnect, Content::Local(_)) if response.status().is_success() => {
+                    Err(RequestError::WEBSOCKET_NOT_SERVED)
+                }
+                (UpgradeMethod::ExtendedConnect, Content::Upstream(_)) if response.status().is_success() => {
+                    Err(RequestError::Upstream("the server did not switch protocols".to_owned()))
+                }
+                (UpgradeMethod::Upgrade | UpgradeMethod::ExtendedConnect, _) => Ok((response, None)),
+            };
         }
-        (UpgradeMethod::ExtendedConnect, Content::Upstream(_)) if response.status().is_success() => {
-            RequestError::Upstream("the server did not switch protocols".to_owned())
+        if !self.key.is_accepted(response.headers()) {
+            let reason = "the server switched protocols without the `Sec-WebSocket-Accept` of this handshake";
+            return Err(RequestError::Upstream(reason.to_owned()));
         }
-        (UpgradeMethod::Upgrade | UpgradeMethod::ExtendedConnect, _) => {
-            return forwarded_response(response, format, record);
+        match self.method {
+            UpgradeMethod::Upgrade => websocket_handshake::insert_upgrade_fields(response.headers_mut()),
+            UpgradeMethod::ExtendedConnect => websocket_handshake::to_connect_response(&mut response),
         }
-    };
-    error_response(&error, format, record)
-}
-
-async fn open_tunnel(
-    mut response: Response<Content>,
-    handshake: &WebSocketHandshake,
-    format: ResponseFormat,
-    mut record: RequestRecord,
-    tunnel_slot: &RefCell<Option<Box<TunnelSession>>>,
-) -> Response<ResponseBody> {
-    if !handshake.key.is_accepted(response.headers()) {
-        let reason = "the server switched protocols without the `Sec-WebSocket-Accept` of this handshake";
-        return error_response(&RequestError::Upstream(reason.to_owned()), format, record);
+        let (parts, content) = response.into_parts();
+        let tunnel = match content {
+            Content::Upstream(download) => download.into_tunnel().await,
+            Content::Local(_) | Content::Stream(_) => None,
+        };
+        let closed = || RequestError::Upstream("the server closed the connection after switching protocols".to_owned());
+        let tunnel = tunnel.ok_or_else(closed)?;
+        Ok((Response::from_parts(parts, Content::Local(None)), Some(tunnel)))
     }
-    match handshake.method {
-        UpgradeMethod::Upgrade => websocket_handshake::insert_upgrade_fields(response.headers_mut()),
-        UpgradeMethod::ExtendedConnect => websocket_handshake::to_connect_response(&mut response),
-    }
-    let (mut parts, content) = response.into_parts();
-    let tunnel = match content {
-        Content::Upstream(download) => download.into_tunnel().await,
-        Content::Local(_) | Content::Stream(_) => None,
-    };
-    let Some(tunnel) = tunnel else {
-        let reason = "the server closed the connection after switching protocols";
-        return error_response(&RequestError::Upstream(reason.to_owned()), format, record);
-    };
-    format.change_fields(&mut parts.headers, &record);
-    record.set_status(parts.status.as_u16());
-    let idle_timeout = record.config().served.config.timeouts.tunnel;
-    tunnel_slot.replace(Some(Box::new(TunnelSession { tunnel, record, idle_timeout })));
-    Response::from_parts(parts, ResponseBody::unrecorded(Content::Local(None)))
 }
 
 /// A tunnel with the record of its request. Its client side is attached when the response that opens it has been sent.
@@ -111,6 +87,19 @@ pub struct TunnelSession {
 }
 
 impl TunnelSession {
+    /// The session of a tunnel, and the response that opens it.
+    pub fn open(
+        tunnel: Tunnel,
+        mut response: Response<Content>,
+        format: ResponseFormat,
+        mut record: RequestRecord,
+    ) -> (Box<TunnelSession>, Response<ResponseBody>) {
+        format.change_fields(response.headers_mut(), &record);
+        record.set_status(response.status().as_u16());
+        let idle_timeout = record.config().served.config.timeouts.tunnel;
+        (Box::new(TunnelSession { tunnel, record, idle_timeout }), response.map(ResponseBody::unrecorded))
+    }
+
     /// Relays bytes until the tunnel ends. Returns `false` if one side closed the connection without closing the tunnel.
     /// `early` is what the client sent before the response.
     pub async fn run(self, client: impl AsyncRead + AsyncWrite + Unpin, early: Bytes, timer: &Timer) -> bool {

@@ -36,13 +36,14 @@ use transom_rules::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
 use transom_rules::live_clients::ClientsReader;
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::resolved_request::ResolvedRequest;
+use transom_rules::response_cost::{ResponseCostId, ResponseCostRule};
 use transom_rules::responses::{self, RefusalCache, RefusalResponse, RefusedRequest};
 use transom_rules::top_keys::{KeyName, TopKeys};
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::clients::ClientMetrics;
 use transom_runtime::metrics::events::{
     ConcurrencyGauge, DelayGauge, DenialMetrics, DroppedMarks, DroppedSpans, RefundCounter, RouteMetrics,
-    UpstreamMetrics, UsageMetrics, WindowMetrics,
+    UpstreamMetrics, UsageCounters, WindowMetrics,
 };
 use transom_runtime::metrics::storage::GaugeGuard;
 use transom_runtime::metrics::upstream::{ActiveGauge, ConnectionGauge, RetryMetrics};
@@ -63,7 +64,7 @@ pub struct WorkerConfig {
     /// `None` for rules without `count_when`.
     pub refund_counters: IdVec<RuleId, Option<RefundCounter>>,
     /// `None` for routes without a cost by usage.
-    pub usage_metrics: IdVec<RouteId, Option<Box<UsageMetrics>>>,
+    pub usage_metrics: IdVec<RouteId, Option<Box<RouteUsageMetrics>>>,
     /// `RateLimit-Policy`. A copy per worker, so that workers do not contend for its reference count.
     pub policy_fields: IdVec<RouteRulesId, Option<HeaderValue>>,
     pub denials: DenialMetrics,
@@ -127,19 +128,34 @@ pub struct DecisionBuffers {
 }
 
 /// The metrics of a route with a cost by usage.
-fn usage_metrics(
-    registry: &Registry,
-    worker_id: WorkerId,
-    served: &ServedConfig,
-    id: RouteId,
-) -> Option<Box<UsageMetrics>> {
-    let RouteRules { charge_plan, response_costs, .. } = served.rules_of(&served.routes[id]);
-    response_costs.reading_plan.as_ref()?;
-    let rules = response_costs.rules.iter().map(|rule| &*charge_plan.rule(rule.position).rule.name);
-    let (rules, kinds) = (rules.collect::<Vec<_>>(), Kind::ALL.map(Kind::name));
-    let reasons = Missing::ALL.map(Missing::name);
-    let name = served.route_name(id);
-    Some(Box::new(UsageMetrics::new((registry, worker_id), name, &rules, &kinds, &reasons)))
+pub struct RouteUsageMetrics {
+    /// `None` for rules that read none.
+    pub rules: IdVec<ResponseCostId, Option<UsageCounters>>,
+    pub missing: UsageCounters,
+}
+
+impl RouteUsageMetrics {
+    /// `None` for routes without such a cost.
+    fn of_routes(
+        meter: (&Registry, WorkerId),
+        served: &ServedConfig,
+    ) -> IdVec<RouteId, Option<Box<RouteUsageMetrics>>> {
+        served.routes.ids().map(|route| RouteUsageMetrics::new(meter, served, route)).collect()
+    }
+
+    fn new(meter: (&Registry, WorkerId), served: &ServedConfig, id: RouteId) -> Option<Box<RouteUsageMetrics>> {
+        let RouteRules { charge_plan, response_costs, .. } = served.rules_of(&served.routes[id]);
+        response_costs.reading_plan.as_ref()?;
+        let name = served.route_name(id);
+        let counters = |rule: &ResponseCostRule| {
+            let kinds = || Kind::ALL.map(Kind::name);
+            let rule_name = &charge_plan.rule(rule.position).rule.name;
+            rule.reads_usage().then(|| UsageCounters::of_kinds(meter, name, rule_name, &kinds()))
+        };
+        let rules = response_costs.rules.map(counters);
+        let missing = UsageCounters::of_missing(meter, name, &Missing::ALL.map(Missing::name));
+        Some(Box::new(RouteUsageMetrics { rules, missing }))
+    }
 }
 
 impl WorkerConfig {
@@ -235,7 +251,7 @@ impl WorkerConfig {
             concurrency_gauges: served.rule_set.rules.iter().map(concurrency_gauge).collect(),
             delay_gauges: served.rule_set.rules.iter().map(delay_gauge).collect(),
             refund_counters: config.rules.map(refund_counter),
-            usage_metrics: served.routes.ids().map(|id| usage_metrics(registry, worker_id, &served, id)).collect(),
+            usage_metrics: RouteUsageMetrics::of_routes((registry, worker_id), &served),
             policy_fields: served.route_rules.iter().map(|rules| rules.rate_limit_template.constant_policy()).collect(),
             client_metrics,
             denials,

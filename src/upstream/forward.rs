@@ -64,6 +64,8 @@ struct Forwarding {
     needs_new_connection: bool,
     /// The request asks to switch protocols over HTTP/1.1, and needs a connection that no other request will use.
     is_exclusive: bool,
+    /// A server may act on what an earlier attempt has sent.
+    may_be_sent: bool,
 }
 
 /// One attempt to get a response from a server. Its drop counts the outcome, and reports the result to the health of the
@@ -112,6 +114,19 @@ enum RetryCause {
     Status(StatusCode),
 }
 
+/// Why a request was not answered.
+pub struct ForwardError {
+    pub error: RequestError,
+    /// Whether a server may act on the request.
+    pub may_be_sent: bool,
+}
+
+impl From<RequestError> for ForwardError {
+    fn from(error: RequestError) -> ForwardError {
+        ForwardError { may_be_sent: error.may_follow_forwarding(), error }
+    }
+}
+
 /// What follows an attempt.
 enum NextStep {
     Respond(Response<UpstreamBody>),
@@ -156,7 +171,7 @@ impl Forwarder {
         timer: &Timer,
         informational: Option<Rc<InformationalQueue>>,
         attempt_log: Option<Rc<AttemptLog>>,
-    ) -> impl Future<Output = Result<Response<UpstreamBody>, RequestError>> {
+    ) -> impl Future<Output = Result<Response<UpstreamBody>, ForwardError>> {
         let progress = request.body().progress();
         let mut forwarding = self.begin(traits, limits);
         async move {
@@ -185,7 +200,9 @@ impl Forwarder {
                     match Box::pin(self.connect(server, forwarding, limits)).await {
                         Ok(connected) => (connection, reused) = connected,
                         Err(error) => {
-                            choice = self.on_connect_failure(forwarding, attempt, error)?;
+                            let failed = self.on_connect_failure(forwarding, attempt, error);
+                            let may_be_sent = forwarding.may_be_sent;
+                            choice = failed.map_err(|error| ForwardError { error, may_be_sent })?;
                             continue;
                         }
                     }
@@ -215,7 +232,7 @@ impl Forwarder {
                 };
                 match next {
                     NextStep::Respond(response) => return Ok(response),
-                    NextStep::Fail(error) => return Err(error),
+                    NextStep::Fail(error) => return Err(error.into()),
                     NextStep::Retry(next, replay) => (choice, request) = (next, replay),
                 }
             }
@@ -245,6 +262,7 @@ impl Forwarder {
             request_permit: permit,
             needs_new_connection: false,
             is_exclusive,
+            may_be_sent: false,
         })
     }
 
@@ -378,6 +396,7 @@ impl Forwarder {
             Some(request) => {
                 // A response without a body leaves a connection that can be used again.
                 drop(UpstreamBody::new(ResponseSource { connection, active, request_permit: None }, None));
+                forwarding.may_be_sent = true;
                 NextStep::Retry(self.next_server(forwarding, attempt), request)
             }
         }
@@ -415,6 +434,7 @@ impl Forwarder {
             };
         }
         let replay = connection.take_retryable(&error, forwarding.traits.is_repeatable);
+        forwarding.may_be_sent |= !error.is_unprocessed();
         // The server has stated that it did not process the request, which may therefore be sent again.
         if (reused || error.is_unprocessed())
             && !forwarding.needs_new_connection
@@ -442,6 +462,7 @@ impl Forwarder {
         error: RequestError,
     ) -> NextStep {
         let is_try = error == RequestError::ResponseTimeout && self.attempt_timeout(forwarding).is_some();
+        forwarding.may_be_sent = true;
         match is_try.then(|| connection.take_replay()).flatten() {
             Some(request) if self.may_retry(forwarding, RetryCause::Timeout) => {
                 NextStep::Retry(self.next_server(forwarding, attempt), request)

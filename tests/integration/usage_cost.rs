@@ -19,6 +19,9 @@ const CHAT: &str = r#"{"model":"of-the-answer","choices":[{"message":{"content":
 /// 25 tokens of input and 15 of output.
 const STREAM: &str = "event: message_start\ndata: {\"message\":{\"usage\":{\"input_tokens\":25,\"output_tokens\":1}}}\n\n\
     : ping\n\nevent: message_delta\ndata: {\"usage\":{\"output_tokens\":15}}\n\ndata: [DONE]\n\n";
+/// 26 tokens of input and 4 of output, as Ollama states them.
+const NDJSON: &str =
+    "{\"message\":{\"content\":\"a\"},\"done\":false}\n{\"done\":true,\"prompt_eval_count\":26,\"eval_count\":4}\n";
 const EVENTS: [(&str, &str); 2] = [("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")];
 
 fn chunks(body: &str) -> Vec<u8> {
@@ -54,6 +57,7 @@ fn answer(received: &ReceivedRequest) -> (Vec<u8>, bool) {
             whole(reply(200, &fields, &[&gzip(&STREAM[..150])[..], b"no gzip"].concat()))
         }
         "/gzip-html" => whole(reply(200, &[("Content-Encoding", "gzip")], &gzip(&"<".repeat(401)))),
+        "/ndjson" => whole(reply(200, &[("Content-Type", "application/x-ndjson")], NDJSON.as_bytes())),
         "/none" => whole(reply(200, &json, b"{}")),
         "/html" => whole(reply(200, &[], &[b'<'; 401])),
         "/empty" => whole(head(204, &[])),
@@ -106,6 +110,7 @@ fn the_body_states_the_cost() {
         ("/chat", 200, [25, 25, 52]),
         ("/gzip", 200, [25, 25, 52]),
         ("/stream", 200, [40, quarter(STREAM.len()), 85]),
+        ("/ndjson", 200, [30, 30, 42]),
         // At least what was charged in advance.
         ("/cut", 200, [30, quarter(150), 30]),
         ("/broken-coding", 200, [30, 30, 30]),
@@ -140,10 +145,10 @@ fn the_body_states_the_cost() {
     }
     let metrics = gateway.metrics();
     let usage = |kind| metrics.sum("transom_usage_total", &[("route", "all"), ("rule", "r0"), ("kind", kind)]);
-    assert_eq!(["input", "cached_input", "cache_write", "output", "reasoning"].map(usage), [108, 12, 0, 38, 9]);
+    assert_eq!(["input", "cached_input", "cache_write", "output", "reasoning"].map(usage), [134, 12, 0, 42, 9]);
     // A response counts once, if any rule lacks its usage: here, the second one also does for the stream and the error.
     let missing = |reason| metrics.sum("transom_usage_missing_total", &[("route", "all"), ("reason", reason)]);
-    assert_eq!(["absent", "compressed", "too-large", "not-json", "aborted"].map(missing), [4, 2, 1, 2, 1]);
+    assert_eq!(["absent", "compressed", "too-large", "not-json", "aborted"].map(missing), [5, 2, 1, 2, 1]);
 }
 
 #[test]
@@ -177,6 +182,55 @@ fn the_model_of_the_request_chooses_the_weights() {
     let toml = config(&Upstream::refusing_connections(), &["{ usage = \"auto\", reserve = 30, refund_on = [] }"]);
     let gateway = Gateway::start(&toml.replace("cost = ", "count_when = { status = [\"2xx\"] }\ncost = "));
     assert_eq!(remaining(&gateway.get("/chat").expect(502), "r0"), 100_000);
+}
+
+/// What a server may have received costs the reserve, also where the gateway makes the response.
+#[test]
+fn failures_after_forwarding_are_not_refunded() {
+    let handshake = [
+        ("Connection", "Upgrade"),
+        ("Upgrade", "websocket"),
+        ("Sec-WebSocket-Version", "13"),
+        ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ=="),
+    ];
+    let switch = |accept: &str| {
+        let fields = [("Connection", "Upgrade"), ("Upgrade", "websocket"), ("Sec-WebSocket-Accept", accept)];
+        head(101, &fields)
+    };
+    let upstream = Upstream::with_script(move |connection: &mut Connection| {
+        let Some(received) = connection.read_head() else { return };
+        let accept = if received.target == "/tunnel" { "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=" } else { "other" };
+        connection.send(if received.target == "/closed" { Vec::new() } else { switch(accept) });
+    });
+    let counted = "[rules.by-status]\nkey = \"ip\"\nwindows = [\"9/day\"]\ncount_when = { status = [401] }\n[[routes]]";
+    let toml = config(&upstream, &["{ usage = \"auto\", reserve = 30 }"]).replace("[[routes]]", counted);
+    let gateway = Gateway::start(&toml.replace("rules = [", "rules = [\"by-status\", "));
+    let mut total = 0;
+    for (path, status) in [("/wrong", 502), ("/tunnel", 101)] {
+        let mut client = gateway.client();
+        client.send(request("GET", path, &handshake, b""));
+        let response = client.read_head().unwrap();
+        assert_eq!(response.status, status, "{path}");
+        total += 30;
+        eventually_eq(|| used(&gateway, "r0"), total);
+    }
+    let metrics = gateway.metrics();
+    assert_eq!(metrics.sum("transom_usage_missing_total", &[("reason", "absent")]), 1);
+    // Rules that read no usage have no series.
+    let host = gateway.admin.to_string();
+    let text = Client::connect(gateway.admin).get_with("/metrics", &[("Host", &host)]).expect(200).text();
+    assert_eq!(text.lines().filter(|line| line.starts_with("transom_usage_total{")).count(), 5, "{text}");
+
+    // The first attempt is sent, and the retry is not.
+    let refusing = Upstream::refusing_connections();
+    let servers = format!("servers = [\"http://{}\", \"http://{}\"]", upstream.address, refusing.address);
+    let toml = config(&upstream, &["{ usage = \"auto\", reserve = 30 }"]);
+    let toml = toml.replace(&upstream.toml("u")["[upstreams.u]\n".len()..], &format!("{servers}\nejection = false\n"));
+    let gateway = Gateway::start(&toml);
+    for n in 1..=4 {
+        gateway.get("/closed").expect(502);
+        assert_eq!(used(&gateway, "r0"), n * 30);
+    }
 }
 
 /// The answers of each client cost what the server has counted, to the token.

@@ -92,7 +92,8 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
         .chain(variables_without_clients(config))
         .chain(guessable_digests(config))
         .chain(denials_of_everyone(config))
-        .chain(repeated_denials(config));
+        .chain(repeated_denials(config))
+        .chain(config.routes.iter().filter_map(|route| usage_without_upstream(config, route)));
     messages.extend(warnings.map(LintMessage::warning));
     let notes = rules_of_responses(config).into_iter().chain(paths_with_variants(config));
     let notes = notes.chain(credentials_with_scheme(config)).chain(subjects_in_clear(config)).chain(in_store(config));
@@ -291,6 +292,20 @@ fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
         quoted(&format!("{prefix}/x")),
         quoted(&format!("{prefix}/{{*rest}}"))
     ))
+}
+
+/// Warns of a route whose responses the gateway makes, if a rule reads their usage.
+fn usage_without_upstream(config: &Config, route: &Route) -> Option<String> {
+    let rule = route.rules.iter().map(|rule| &config.rules[*rule]).find(|rule| rule.usage.is_some())?;
+    let message = |route: &Route| {
+        format!(
+            "the route {} has a response of its own, which states no usage, so each request costs the reserve of the rule {}: \
+             remove the rule from the route",
+            quoted(&route.name),
+            quoted(&rule.name)
+        )
+    };
+    route.upstream.is_none().then(|| message(route))
 }
 
 /// Warns of an admin address that other machines can reach, unless it asks for a token.
@@ -773,6 +788,21 @@ mod tests {
                 "warning: the route `/api` matches `/api` only, and `/api/x` gets 404: write `/api/{*rest}` to match all paths \
                  below it, or set `methods` if only this path is meant"
             ]
+        );
+    }
+
+    #[test]
+    fn usage_of_responses_of_the_gateway_is_reported() {
+        let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"9/day\"]\ncost = { usage = \"auto\" }\n";
+        let route =
+            |to: &str| format!("{rule}[[routes]]\nname = \"n\"\npath = \"/{{*rest}}\"\n{to}\nrules = [\"r\"]\n");
+        let warnings = |to| messages_of(&route(to)).iter().filter(|text| text.contains("states no usage")).count();
+        assert_eq!(warnings("respond = { status = 200 }"), 1);
+        assert_eq!(
+            warnings(
+                "upstream = \"u\"\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/a\"\nupstream = \"u\""
+            ),
+            0
         );
     }
 

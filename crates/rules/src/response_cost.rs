@@ -19,6 +19,11 @@ const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 /// The code of a gRPC response without a valid `grpc-status`: `UNKNOWN`.
 pub const GRPC_UNKNOWN: u8 = 2;
 
+transom_limiter::handles! {
+    /// A rule of [`ResponseCosts`].
+    ResponseCostId,
+}
+
 /// A rule of a route whose charge depends on the response.
 #[derive(Debug)]
 pub struct ResponseCostRule {
@@ -42,9 +47,9 @@ enum StatedCost {
 }
 
 /// The responses of a list of rules: which charges depend on them, and what is read of their bodies.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct ResponseCosts {
-    pub rules: Vec<ResponseCostRule>,
+    pub rules: IdVec<ResponseCostId, ResponseCostRule>,
     /// Without a rule by usage: `None`.
     pub reading_plan: Option<Arc<ReadingPlan>>,
     /// What is read of requests: their model, if costs depend on it.

@@ -1,6 +1,7 @@
 //! Decodes the content codings of HTTP (RFC 9110, section 8.4.1; RFC 7932; RFC 9659) piece by piece, with bounded memory and CPU time
-//! for each byte that arrives.
+//! for each byte that arrives. The memory of all decoders is bounded, too.
 
+use super::memory_budget::{MemoryBudget, MemoryShare};
 use brotli_decompressor::{BrotliDecompressStream, BrotliResult, BrotliState, StandardAlloc};
 use flate2::{Decompress, FlushDecompress, Status};
 use ruzstd::decoding::errors::FrameDecoderError;
@@ -12,9 +13,12 @@ use std::io::Read;
 pub enum DecodeError {
     /// Another coding, several of them, or invalid data.
     Unreadable,
-    /// The body expands too much, or needs too much memory.
+    /// The body expands too much, or needs too much memory, by itself or beside the bodies of other connections.
     TooLarge,
 }
+
+/// What all decoders of the process may hold.
+static MEMORY: MemoryBudget = MemoryBudget::new(256 << 20);
 
 /// A body may expand to so many bytes, and in addition by [`RATIO_MAX`] for each byte that arrives.
 const DECODED_FREE_BYTES: u64 = 4 << 20;
@@ -25,10 +29,14 @@ const ZSTD_WINDOW_MAX_BYTES: u64 = 8 << 20;
 /// Largest window of Brotli, as a power of two: the default of the encoders. Larger ones are for large files.
 const BROTLI_WINDOW_MAX_BITS: u8 = 22;
 const BUFFER_BYTES: usize = 8192;
+/// What a decoder holds besides its window: state and tables, and the compressed block of zstd.
+const STATE_BYTES: usize = 256 << 10;
+const INFLATE_BYTES: usize = 64 << 10;
 
 /// Decoder of one body.
 pub struct ContentDecoder {
     coding: Coding,
+    memory: MemoryShare,
     encoded_bytes: u64,
     decoded_bytes: u64,
 }
@@ -82,6 +90,10 @@ type Output<'a> = dyn FnMut(&[u8]) -> Result<(), DecodeError> + 'a;
 impl ContentDecoder {
     /// The decoder of a value of Content-Encoding, or of all of its lines.
     pub fn new(content_encoding: Option<&[u8]>) -> ContentDecoder {
+        ContentDecoder::within(&MEMORY, content_encoding)
+    }
+
+    fn within(budget: &'static MemoryBudget, content_encoding: Option<&[u8]>) -> ContentDecoder {
         let name = content_encoding.unwrap_or_default().trim_ascii().to_ascii_lowercase();
         let coding = match &name[..] {
             b"" | b"identity" => Coding::Identity,
@@ -95,22 +107,26 @@ impl ContentDecoder {
             }
             _ => Coding::Failed(DecodeError::Unreadable),
         };
-        ContentDecoder { coding, encoded_bytes: 0, decoded_bytes: 0 }
+        ContentDecoder { coding, memory: budget.share(), encoded_bytes: 0, decoded_bytes: 0 }
     }
 
     /// Decodes `bytes`, and passes the result to `output` in pieces. After an error nothing more is decoded.
     pub fn push(&mut self, bytes: &[u8], output: &mut impl FnMut(&[u8])) {
         self.encoded_bytes += bytes.len() as u64;
         let decoded_max = DECODED_FREE_BYTES.saturating_add(self.encoded_bytes.saturating_mul(RATIO_MAX));
-        let decoded_bytes = &mut self.decoded_bytes;
+        let (state_bytes, window_max) = self.coding.memory();
+        let (decoded_bytes, memory) = (&mut self.decoded_bytes, &mut self.memory);
         let mut bounded = |piece: &[u8]| {
             *decoded_bytes += piece.len() as u64;
             output(piece);
-            if *decoded_bytes > decoded_max { Err(DecodeError::TooLarge) } else { Ok(()) }
+            // Pages of a window that nothing was written to take no memory.
+            let window_bytes = (*decoded_bytes).min(window_max) as usize;
+            let is_bounded = *decoded_bytes <= decoded_max && memory.grow_to(state_bytes + window_bytes);
+            if is_bounded { Ok(()) } else { Err(DecodeError::TooLarge) }
         };
         let result = match &mut self.coding {
             Coding::Identity => {
-                *decoded_bytes += bytes.len() as u64;
+                self.decoded_bytes += bytes.len() as u64;
                 return output(bytes);
             }
             Coding::Gzip(inflate) => inflate.push(bytes, &mut bounded),
@@ -127,6 +143,7 @@ impl ContentDecoder {
         };
         if let Err(error) = result {
             self.coding = Coding::Failed(error);
+            self.memory.clear();
         }
     }
 
@@ -136,6 +153,18 @@ impl ContentDecoder {
 
     pub fn error(&self) -> Option<DecodeError> {
         if let Coding::Failed(error) = self.coding { Some(error) } else { None }
+    }
+}
+
+impl Coding {
+    /// The memory of the decoder without its window, and the bytes of its window at most.
+    fn memory(&self) -> (usize, u64) {
+        match self {
+            Coding::Identity | Coding::Failed(_) => (0, 0),
+            Coding::Gzip(_) | Coding::Deflate(_) => (INFLATE_BYTES, 0),
+            Coding::Brotli(_) => (STATE_BYTES, 1 << BROTLI_WINDOW_MAX_BITS),
+            Coding::Zstd(_) => (STATE_BYTES, ZSTD_WINDOW_MAX_BYTES),
+        }
     }
 }
 
@@ -389,6 +418,23 @@ mod tests {
             }
         }
         assert!(decode("gzip", &gzip(&spaces[..4 << 20]), 100).is_ok());
+    }
+
+    #[test]
+    fn decoders_share_one_budget() {
+        static BUDGET: MemoryBudget = MemoryBudget::new(STATE_BYTES + INFLATE_BYTES + 50_000);
+        let mut decoders =
+            ["br", "gzip", "gzip"].map(|coding| ContentDecoder::within(&BUDGET, Some(coding.as_bytes())));
+        decoders[0].push(&bytes(BROTLI), &mut |_: &[u8]| ());
+        decoders[1].push(&gzip(JSON), &mut |_: &[u8]| ());
+        decoders[2].push(&gzip(JSON), &mut |_: &[u8]| ());
+        assert_eq!(decoders.each_ref().map(ContentDecoder::error), [None, None, Some(DecodeError::TooLarge)]);
+        drop(decoders);
+        // The window counts as far as it is filled.
+        let mut decoder = ContentDecoder::within(&BUDGET, Some(b"br"));
+        decoder.push(&bytes(BROTLI_BOMB), &mut |_: &[u8]| ());
+        assert_eq!(decoder.error(), Some(DecodeError::TooLarge));
+        assert!(decoder.decoded_bytes() < 200_000 && BUDGET.share().grow_to(STATE_BYTES + INFLATE_BYTES + 50_000));
     }
 
     #[test]

@@ -33,7 +33,7 @@ struct Format {
 }
 
 /// An answer has the format of which it states the most members; of several such formats, the first.
-const FORMATS: [Format; 5] = [
+const FORMATS: [Format; 6] = [
     // OpenAI chat completions, completions and embeddings, also of vLLM, Ollama, llama.cpp, Mistral and DeepSeek.
     Format {
         places: &["/usage"],
@@ -90,6 +90,8 @@ const FORMATS: [Format; 5] = [
             ("/totalTokens", Total),
         ],
     },
+    // Ollama: `/api/chat`, `/api/generate` and `/api/embed`.
+    Format { places: &[""], members: &[("/prompt_eval_count", Input), ("/eval_count", Output)] },
 ];
 
 /// An answer is a document; a stream of Gemini may be an array of them.

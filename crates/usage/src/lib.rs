@@ -3,7 +3,8 @@
 //! `usage_reader` reads a body: `content_decoder` decodes its content coding, `event_stream` splits streams into documents, and
 //! `json_scanner` finds the values of JSON Pointers, which `values` keeps. `format` has the formats of the known APIs, `usage` the
 //! kinds of usage and their weights, `decimal` exact numbers. Nothing here waits, reads a clock or knows of rules, and no body is
-//! kept: memory is bounded by a few KiB for a body, and by the windows of its content coding.
+//! kept: memory is bounded by a few KiB for a body, and by the windows of its content coding, which `memory_budget` bounds over all
+//! bodies.
 
 pub mod content_decoder;
 pub mod decimal;
@@ -11,6 +12,7 @@ pub mod event_stream;
 pub mod format;
 pub mod json_pointer;
 pub mod json_scanner;
+pub mod memory_budget;
 pub mod usage;
 pub mod usage_reader;
 pub mod values;

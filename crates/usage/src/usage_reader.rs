@@ -95,6 +95,8 @@ impl ReadingPlan {
 enum Framing {
     /// One document. The elements of an array are documents of a stream, as of Gemini.
     Json,
+    /// One document a line.
+    Lines,
     Events(ServerSentEvents),
     Aws(AwsEventStream),
 }
@@ -147,6 +149,7 @@ impl UsageReader {
         let media_type = content_type.unwrap_or_default().split(|byte| *byte == b';').next().unwrap_or_default();
         let framing = match &media_type.trim_ascii().to_ascii_lowercase()[..] {
             b"text/event-stream" => Framing::Events(ServerSentEvents::default()),
+            b"application/x-ndjson" | b"application/ndjson" | b"application/jsonl" => Framing::Lines,
             b"application/vnd.amazon.eventstream" => Framing::Aws(AwsEventStream::default()),
             _ => Framing::Json,
         };
@@ -172,6 +175,14 @@ impl UsageReader {
         }
         decoder.push(bytes, &mut |decoded: &[u8]| match framing {
             Framing::Json => documents.data(decoded),
+            Framing::Lines => {
+                for (nth, line) in decoded.split(|byte| *byte == b'\n').enumerate() {
+                    if nth > 0 {
+                        documents.end_document();
+                    }
+                    documents.data(line);
+                }
+            }
             Framing::Events(events) => events.push(decoded, documents),
             Framing::Aws(messages) => messages.push(decoded, documents),
         });
@@ -182,7 +193,7 @@ impl UsageReader {
         self.documents.end(is_aborted);
         let is_malformed = match &self.framing {
             Framing::Json => !is_aborted && self.documents.has_other,
-            Framing::Events(_) => false,
+            Framing::Lines | Framing::Events(_) => false,
             Framing::Aws(messages) => messages.is_malformed(),
         };
         let Documents { plan, values, has_json, has_other, .. } = self.documents;
@@ -383,6 +394,15 @@ mod tests {
         for (kind, body, expected, model) in rows {
             let (usage, found) = read(&UsageSource::Known, kind, body.as_bytes(), false);
             assert_eq!((usage, found.as_deref().unwrap_or_default()), (Ok(expected), model), "{body}");
+        }
+    }
+
+    #[test]
+    fn lines_are_documents() {
+        let body = "{\"model\":\"llama\",\"done\":false}\r\nno JSON\n\n{\"prompt_eval_count\":26,\"eval_count\":298}";
+        for end in ["", "\n"] {
+            let read = read(&UsageSource::Known, "application/x-ndjson; x=y", format!("{body}{end}").as_bytes(), false);
+            assert_eq!(read, (Ok([26, 0, 0, 298, 0]), Some("llama".to_owned())));
         }
     }
 

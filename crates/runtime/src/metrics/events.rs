@@ -429,37 +429,31 @@ impl RefundCounter {
     }
 }
 
-/// Usage that the responses of one route state, in one worker.
+/// Counters of the usage of one route that differ in one label, in one worker: one for each of its values, in their order.
 #[derive(Debug)]
-pub struct UsageMetrics {
-    /// By rule and kind, as they were named.
-    rules: Vec<Vec<Arc<MetricCell>>>,
-    /// By reason.
-    missing: Vec<Arc<MetricCell>>,
-}
+pub struct UsageCounters(Vec<Arc<MetricCell>>);
 
-impl UsageMetrics {
-    pub fn new(
+impl UsageCounters {
+    /// Usage that responses state, by kind.
+    pub fn of_kinds(
         (registry, worker): (&Registry, WorkerId),
         route: &str,
-        rules: &[&str],
+        rule: &str,
         kinds: &[&str],
-        reasons: &[&str],
-    ) -> UsageMetrics {
-        let kinds_of = |rule: &&str| {
-            let cell = |kind: &&str| registry.cell(&USAGE, worker, &[("route", route), ("rule", rule), ("kind", kind)]);
-            kinds.iter().map(cell).collect()
-        };
-        let missing = |reason: &&str| registry.cell(&USAGE_MISSING, worker, &[("route", route), ("reason", reason)]);
-        UsageMetrics { rules: rules.iter().map(kinds_of).collect(), missing: reasons.iter().map(missing).collect() }
+    ) -> UsageCounters {
+        let cell = |kind: &&str| registry.cell(&USAGE, worker, &[("route", route), ("rule", rule), ("kind", kind)]);
+        UsageCounters(kinds.iter().map(cell).collect())
     }
 
-    pub fn used(&self, rule: usize, kind: usize, tokens: u64) {
-        self.rules[rule][kind].add(tokens);
+    /// Responses that state no usage, by reason.
+    pub fn of_missing((registry, worker): (&Registry, WorkerId), route: &str, reasons: &[&str]) -> UsageCounters {
+        let cell = |reason: &&str| registry.cell(&USAGE_MISSING, worker, &[("route", route), ("reason", reason)]);
+        UsageCounters(reasons.iter().map(cell).collect())
     }
 
-    pub fn missing(&self, reason: usize) {
-        self.missing[reason].add(1);
+    /// Adds an amount for each value of the label.
+    pub fn add(&self, amounts: impl IntoIterator<Item = u64>) {
+        self.0.iter().zip(amounts).for_each(|(cell, amount)| cell.add(amount));
     }
 }
 
