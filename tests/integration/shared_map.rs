@@ -374,6 +374,22 @@ fn of_two_histories_the_later_one_holds_unless_the_other_is_in_use() {
         refill_with(&redis, &settings, &other).await;
         a.wait_for("initech", Some("copied")).await;
         assert_eq!(a.text("acme"), None);
+        // A gateway that has only a copy of a later history waits, as it does where the store has no map.
+        a.end().await;
+        let earlier = copy_of("earlier", &["acme"]);
+        refill_with(&redis, &settings, &earlier).await;
+        let copied = Follower::with_copy(&settings, other.clone());
+        let refused = copied.map.change("acme", Some("1".to_owned()), Precondition::None).await;
+        assert!(matches!(&refused, Err(ChangeError::NotMade(why)) if why.contains("has lost")), "{refused:?}");
+        assert_eq!(
+            (redis.cli(&["HGET", STATE, "epoch"]), redis.cli(&["HKEYS", ENTRIES])),
+            ("earlier".into(), "acme".into())
+        );
+        let a = Follower::start(&settings);
+        a.put("acme", "2").await;
+        copied.wait_for("acme", Some("2")).await;
+        assert_eq!(copied.text("initech"), None);
+        copied.end().await;
         // Of a map that is in use, an earlier history stays.
         let third = copy_of("third", &["hooli"]);
         let stored = StoredMap::new(&settings, "clients");

@@ -208,19 +208,21 @@ impl Following {
             let page = self.store.read(&position, since).await.map_err(why)?;
             let is_empty = page == Page::Empty;
             match page {
-                Page::Empty | Page::Filling { is_abandoned: true } if !position.epoch.is_empty() => {
+                Page::Behind { epoch } if epoch == position.epoch => {
+                    self.fill().await?;
+                    continue;
+                }
+                Page::Empty | Page::Filling { is_abandoned: true } | Page::Behind { .. }
+                    if !position.epoch.is_empty() =>
+                {
                     if !self.has_synchronized && self.empty_for() < FILL_DELAY {
                         return Err(format!("the store has lost the shared {}", self.name));
                     }
                     self.fill().await?;
                     continue;
                 }
-                Page::Behind => {
-                    self.fill().await?;
-                    continue;
-                }
                 Page::Filling { .. } => return Err(format!("a gateway refills the shared {}", self.name)),
-                Page::Empty => _ = self.empty_for(),
+                Page::Empty | Page::Behind { .. } => _ = self.empty_for(),
                 Page::Gone | Page::Changes { .. } => self.empty_since = None,
             }
             match self.progress.apply(page, |update, copy| observer.updated(update, copy)) {
@@ -379,7 +381,7 @@ impl Progress {
                 self.loading = Some((MapCopy::default(), 0));
                 return Applied::More;
             }
-            Page::Empty | Page::Filling { .. } | Page::Behind => return Applied::All,
+            Page::Empty | Page::Filling { .. } | Page::Behind { .. } => return Applied::All,
         };
         let mut copy = lock(&self.copy);
         if self.loading.is_none() && copy.position.epoch.is_empty() {

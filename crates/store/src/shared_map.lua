@@ -5,13 +5,16 @@ local epoch, version, floor, filler, filled_until = unpack(call('HMGET', state_k
 local clock = call('TIME')
 local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local function text(number) return string.format('%.0f', number) end
--- Whether the map is a refill that nothing has changed since, and lacks changes that a gateway knows.
-local function is_behind(known) return epoch and version == floor and version + 0 < known + 0 end
+-- Whether the map is a refill that nothing has changed since, and lacks changes that a gateway knows. A refill from another history
+-- is completed first.
+local function is_behind(own_epoch, known)
+  return epoch and version == floor and version + 0 < known + 0 and (epoch == own_epoch or not filler)
+end
 
 if what == 'read' then
-  local after, since, count, bytes_left = ARGV[2], ARGV[3], ARGV[4], ARGV[5] + 0
+  local after, since, count, bytes_left, own_epoch = ARGV[2], ARGV[3], ARGV[4], ARGV[5] + 0, ARGV[6]
   if not epoch then return {'empty'} end
-  if is_behind(after) then return {'behind'} end
+  if is_behind(own_epoch, after) then return {'behind', epoch} end
   if filler then return {now_ms < filled_until + 0 and 'filling' or 'abandoned'} end
   local reply = {'gone', epoch, version, 1, floor}
   if after ~= '0' and since ~= version and not call('ZSCORE', versions_key, since) then return reply end
@@ -66,7 +69,7 @@ local by, hold_ms, step = ARGV[2], ARGV[3] + 0, ARGV[4]
 local is_mine = filler == by
 if step == 'begin' then
   local is_taken = epoch and not (filler and (is_mine or now_ms >= filled_until + 0))
-  if is_taken and not is_behind(ARGV[6]) then return {'away'} end
+  if is_taken and not is_behind(ARGV[5], ARGV[6]) then return {'away'} end
   call('DEL', unpack(KEYS))
   call('HSET', state_key, 'epoch', ARGV[5], 'version', ARGV[6], 'floor', ARGV[6], 'filler', by)
   call('ZADD', versions_key, ARGV[6], ARGV[6])

@@ -16,8 +16,8 @@
 //!
 //! A store that lost its data has no state. The first gateway that notices **refills** the map from its copy, under the old epoch;
 //! meanwhile `filler` names it, no gateway reads or changes the map, and another gateway takes over if none has written `until` then.
-//! The floor of a refilled map is its version. A gateway that knows a later version refills the map anew, whatever its epoch, as long
-//! as nothing has changed it. `map_follower` has what happens later.
+//! The floor of a refilled map is its version. A gateway that knows a later version refills the map anew, as long as nothing has
+//! changed it: at once if its epoch is that of the map, otherwise as if the store had no map. `map_follower` has what happens later.
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -70,8 +70,8 @@ pub enum Page {
     Empty,
     /// A gateway refills the map, or did not complete it.
     Filling { is_abandoned: bool },
-    /// The map is a refill that lacks changes which the gateway knows, and nothing has changed it.
-    Behind,
+    /// The map is a refill that lacks changes which the gateway knows, and nothing has changed it. Its epoch.
+    Behind { epoch: String },
     /// The changes between the position and the present are not known.
     Gone,
     Changes {
@@ -132,6 +132,7 @@ impl StoredMap {
     pub async fn read(&self, position: &Position, since: u64) -> Result<Page, ScriptError> {
         let reply = self.run(4, |cmd| {
             cmd.arg("read").arg(position.version).arg(since).arg(PAGE_ENTRIES).arg(PAGE_BYTES);
+            cmd.arg(&position.epoch);
         });
         let reply = reply.await?;
         parse_page(&reply).ok_or_else(|| malformed(&reply))
@@ -240,7 +241,7 @@ fn parse_page(reply: &Value) -> Option<Page> {
     match (status, rest) {
         ("empty", []) => Some(Page::Empty),
         ("filling" | "abandoned", []) => Some(Page::Filling { is_abandoned: status == "abandoned" }),
-        ("behind", []) => Some(Page::Behind),
+        ("behind", [epoch]) => Some(Page::Behind { epoch: reply_text(epoch)?.to_owned() }),
         ("gone", _) => Some(Page::Gone),
         ("changes", [epoch, version, Value::Int(is_last), floor, changes @ ..]) if changes.len() % 3 == 0 => {
             let changes = changes.as_chunks::<3>().0.iter().map(parse_change).collect::<Option<_>>()?;
@@ -295,6 +296,7 @@ mod tests {
     fn replies_are_parsed() {
         let page = |items: &[Value]| parse_page(&Value::Array(items.to_vec()));
         assert_eq!(page(&[text("empty")]), Some(Page::Empty));
+        assert_eq!(page(&[text("behind"), text("e")]), Some(Page::Behind { epoch: "e".into() }));
         assert_eq!(page(&[text("abandoned")]), Some(Page::Filling { is_abandoned: true }));
         assert_eq!(page(&[text("gone"), text("e"), text("9"), Value::Int(1)]), Some(Page::Gone));
         let head = [text("changes"), text("e"), text("1796000000000000"), Value::Int(0), text("5")];
