@@ -380,6 +380,7 @@ fn upload_limits(worker: &WorkerState, served: &ServedConfig, route: RouteId) ->
     let actions = served.actions_of(&served.routes[route]);
     let rate = actions.and_then(|actions| actions.min_request_rate).unwrap_or(limits.min_request_rate);
     UploadLimits::new(served.max_body_bytes(actions), MinUploadRate::new(&worker.timers, rate, limits.rate_grace))
+        .without_trailers(actions.and_then(|actions| actions.replaced_fields.clone()))
 }
 
 impl ForwardPlan {

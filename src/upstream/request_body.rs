@@ -8,12 +8,13 @@ use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
 use h2::RecvStream;
-use http::header::{self, HeaderMap};
+use http::header::{self, HeaderMap, HeaderName};
 use http_body::{Body, Frame, SizeHint};
 
 use crate::timer::{Timer, Timers};
@@ -287,7 +288,14 @@ impl Upload {
             Poll::Ready(Some(Ok(frame))) if frame.is_trailers() => {
                 progress.has_moved.set(true);
                 // HTTP/1.1 forwards only announced trailers; HTTP/2 forwards all.
-                frame.trailers_mut().into_iter().for_each(headers::forward_request_trailers);
+                if let Some(trailers) = frame.trailers_mut() {
+                    headers::forward_request_trailers(trailers);
+                    limits
+                        .removed_trailers
+                        .iter()
+                        .flat_map(|names| &**names)
+                        .for_each(|name| _ = trailers.remove(name));
+                }
             }
             Poll::Ready(Some(Ok(_))) => progress.has_moved.set(true),
             Poll::Ready(Some(Err(_))) => progress.has_failed.set(true),
@@ -383,6 +391,8 @@ pub struct UploadLimits {
     /// `None`: any size.
     max_bytes: Option<u64>,
     min_rate: Option<MinUploadRate>,
+    /// Trailers that the route does not forward.
+    removed_trailers: Option<Arc<[HeaderName]>>,
     received: u64,
 }
 
@@ -408,7 +418,12 @@ pub enum UploadViolation {
 
 impl UploadLimits {
     pub fn new(max_bytes: Option<u64>, min_rate: Option<MinUploadRate>) -> UploadLimits {
-        UploadLimits { max_bytes, min_rate, received: 0 }
+        UploadLimits { max_bytes, min_rate, removed_trailers: None, received: 0 }
+    }
+
+    /// Removes these trailers, too.
+    pub fn without_trailers(self, removed_trailers: Option<Arc<[HeaderName]>>) -> UploadLimits {
+        UploadLimits { removed_trailers, ..self }
     }
 
     /// Checks a poll of the body: `Ready` with the bytes received, or `Pending`, in which case the task is woken when

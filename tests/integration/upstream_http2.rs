@@ -233,11 +233,12 @@ fn trailers_are_forwarded_without_protected_fields() {
             response.send_trailers(trailers).unwrap();
         }
     });
-    let gateway = gateway(&upstream);
+    let of_gateway = "request_headers = { set = { x-client = \"acme\" }, remove = [\"x-plan\"] }\n";
+    let gateway = Gateway::start(&format!("{}{of_gateway}", toml(&upstream)));
     let mut client = gateway.client();
     client.send(format!(
         "POST /a HTTP/1.1\r\nHost: {HOST}\r\nTE: trailers\r\nTransfer-Encoding: chunked\r\nTrailer: x-digest\r\n\r\n\
-         3\r\nabc\r\n0\r\nX-Digest: d\r\nX-Forwarded-For: 6.6.6.6\r\nx_y: 1\r\n\r\n"
+         3\r\nabc\r\n0\r\nX-Digest: d\r\nX-Forwarded-For: 6.6.6.6\r\nX-Client: evil\r\nX-Plan: evil\r\nx_y: 1\r\n\r\n"
     ));
     let response = client.read_response().expect(200);
     assert_eq!((response.text(), response.trailers), ("hello".into(), vec![("grpc-status".into(), "0".into())]));

@@ -3,6 +3,8 @@
 //! The actions are evaluated while the request head is unchanged, and applied after the rules have admitted the request.
 //! Values of variables are normalized or validated, so that a value cannot end a line, a path or a host.
 
+use std::sync::Arc;
+
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 
 use super::client_plans::ClientLookup;
@@ -23,6 +25,8 @@ pub struct RouteActions {
     direct_response: Option<DirectResponse>,
     path: Option<PathRewrite>,
     request_changes: Vec<HeaderChange>,
+    /// Fields of requests that are set or removed. The upstream reads them from the gateway only, so no trailer has them.
+    pub replaced_fields: Option<Arc<[HeaderName]>>,
     response_changes: Vec<HeaderChange>,
     changed_responses: ChangedResponses,
     /// Replaces the timeouts for all routes.
@@ -96,7 +100,9 @@ enum RenderedChange {
 
 impl RouteActions {
     pub fn new(actions: &Actions, route: &Route) -> RouteActions {
+        let request_changes = header_changes(&actions.request_fields);
         RouteActions {
+            replaced_fields: replaced_fields(&request_changes),
             direct_response: actions.response.as_ref().map(|response| match response {
                 route_actions::LocalResponse::Redirect { to, status } => {
                     DirectResponse::Redirect { to: to.clone(), status: *status }
@@ -109,7 +115,7 @@ impl RouteActions {
                 PathChange::Prefix { from, to } => PathRewrite::Prefix { from: from.clone(), to: to.clone() },
                 PathChange::Rewrite(pattern) => PathRewrite::Template(path_pieces(pattern, &route.path.param_names())),
             }),
-            request_changes: header_changes(&actions.request_fields),
+            request_changes,
             response_changes: header_changes(&actions.response_fields),
             changed_responses: actions.changed_responses,
             timeouts: actions.timeouts.clone(),
@@ -207,6 +213,15 @@ fn header_changes(fields: &FieldChanges) -> Vec<HeaderChange> {
     let about_client = fields.add.iter().filter(|(_name, text)| text.names_client());
     let replaced = about_client.filter_map(|(name, _text)| named(name)).map(HeaderChange::Remove);
     remove.chain(replaced).chain(set).chain(add).collect()
+}
+
+/// The fields that changes set or remove; `None` if there are none.
+fn replaced_fields(changes: &[HeaderChange]) -> Option<Arc<[HeaderName]>> {
+    let replaced = changes.iter().filter_map(|change| match change {
+        HeaderChange::Remove(name) | HeaderChange::Set(name, _) => Some(name.clone()),
+        HeaderChange::Add(..) => None,
+    });
+    Some(replaced.collect::<Arc<[HeaderName]>>()).filter(|names| !names.is_empty())
 }
 
 fn path_pieces(pattern: &PathPattern, params: &[&str]) -> Vec<PathPiece> {
