@@ -396,6 +396,22 @@ mod tests {
         });
     }
 
+    /// Changes go on while a copy is written, so it may have an entry and the later removal of it.
+    #[test]
+    fn a_name_that_was_removed_while_the_copy_was_written_has_no_entry() {
+        in_scratch(|file| {
+            assert!(write(&map(copy()), "clients", file, 5, Duration::ZERO).unwrap());
+            let whole = fs::read_to_string(file).unwrap();
+            for (version, is_known) in [(8, false), (7, true), (6, true)] {
+                let lines = format!("[\"acme\",{version},null]\n{{\"entries\":4}}");
+                fs::write(file, whole.replace("{\"entries\":3}", &lines)).unwrap();
+                let read = load(file, "clients").unwrap().unwrap().0;
+                assert_eq!((read.entries.contains_key("acme"), read.entries.contains_key("gone")), (is_known, false));
+                assert_eq!(read.removed.get("acme"), Some(&version));
+            }
+        });
+    }
+
     #[test]
     fn a_damaged_copy_is_set_aside_and_another_file_is_kept() {
         in_scratch(|file| {
