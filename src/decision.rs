@@ -523,8 +523,9 @@ impl DecisionService {
         }
         let is_enforced = |position| !configured.shadow_rules().contains(&position);
         let is_counted = |position| is_enforced(position) && has_own_windows(position);
-        let full = verdicts.full_windows().map(WindowVerdict::layer).filter(|layer| is_counted(layer.position));
-        full.for_each(|layer| metrics.refused_by_layer(rule(layer.position).rule, layer.id));
+        let full = verdicts.full_windows().map(|window| (window.layer().position, window.counted_name()));
+        let counted = full.filter(|(position, _)| is_counted(*position));
+        counted.for_each(|(position, name)| metrics.refused_by(rule(position).rule, name));
     }
 
     /// Finds the rules of a query, and their keys. As a request, a query has one client: where the key of a rule does not name
@@ -791,6 +792,7 @@ mod tests {
     use transom_limiter::secret_digest::Digest;
     use transom_rules::client_plans::{ClientLookup, ClientSources};
     use transom_rules::key_source::{ConnectionValues, RequestAttributes};
+    use transom_rules::overrides::KnownPlans;
     use transom_rules::rate_limit_key::RuleKey;
 
     const SEED: Seed = Seed(1, 2);
@@ -929,7 +931,8 @@ mod tests {
             let configured: Vec<Rule> = rules.iter().enumerate().map(named).collect();
             let rule_set = Arc::new(RuleSet::new(&configured, SEED, None));
             let sources: &ClientSources = &clients;
-            let overrides = rule_set.rules.iter().map(|rule| RuleKey::compile_overrides(rule, Some(&*clients), SEED));
+            let known = KnownPlans { names: &clients.plans, limits: &[] };
+            let overrides = rule_set.rules.iter().map(|rule| RuleKey::compile_overrides(rule, Some(known), SEED));
             let overrides: IdVec<RuleId, _> = overrides.map(|overrides| overrides.map(Arc::new)).collect();
             let check = |(rule, on_unknown): &(Rule, OnUnknownKey)| {
                 ClientCheck::new(*on_unknown, &rule.key, Some(sources))

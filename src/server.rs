@@ -37,6 +37,7 @@ use crate::proxy::worker_state::{TopKeysQuery, WorkerState};
 use crate::spans::SpanSender;
 use crate::upstream::health_check;
 use crate::upstream::server_health::{self, UpstreamHealth};
+use client_limits::{CompiledLimits, LimitsState};
 use error::{ReloadError, StartError};
 use shared_clients::SharedClients;
 use shared_deny::SharedDeny;
@@ -46,11 +47,9 @@ use transom_config::listen::Admin;
 use transom_config::span_export::Tracing;
 use transom_config::{Config, REQUEST_BUCKETS_MAX, lint};
 use transom_jwt::published_keys::{KeySet, PublishedKeys};
-use transom_limiter::rule_set::RuleSet;
 use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS};
-use transom_rules::client_plans::ClientPlans;
+use transom_rules::client_plans::RulesInUse;
 use transom_rules::compiled_config::LiveData;
-use transom_rules::live_clients::LiveClients;
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::Registry;
 use transom_runtime::metrics::events::{
@@ -64,6 +63,7 @@ use transom_store::map_follower::SharedMap;
 use transom_store::shared_counters::{SharedByWorkers, SharedCounters};
 use worker::{DrainTimes, WorkerCommand};
 
+pub mod client_limits;
 pub mod error;
 mod shared_clients;
 mod shared_deny;
@@ -117,8 +117,8 @@ pub struct Gateway {
     connection_limit: Arc<ConnectionLimit>,
     /// The decision service of the current configuration.
     decision_api: watch::Sender<Option<Arc<DecisionApi>>>,
-    /// The current rules.
-    rule_set: Option<Arc<RuleSet>>,
+    /// The current configuration, with the limits of single clients.
+    served: Option<Arc<ServedConfig>>,
     /// The upstream servers, as all workers know them.
     upstream_health: watch::Sender<Vec<Arc<UpstreamHealth>>>,
     /// The settings of the admin address.
@@ -132,8 +132,7 @@ pub struct Gateway {
     health_thread: Option<JoinHandle<()>>,
     /// Follows the clients in the store, if they are there.
     shared_clients: Option<SharedClients>,
-    /// The current clients, wherever they are.
-    live_clients: Option<Arc<LiveClients>>,
+    limits_state: LimitsState,
     /// Notified when clients of the store have limits that the rules do not know.
     limits_changed: Arc<Notify>,
     /// Fetches keys for tokens, if configured.
@@ -182,25 +181,16 @@ pub struct KnownKeySet {
     pub fetched_at_ms: u64,
 }
 
-/// Dropped once all workers use a configuration. Then clients can have limits that its rules have and those before had not.
+/// Dropped once all workers use a configuration.
 pub struct PendingReload {
-    clients: Option<Arc<LiveClients>>,
-    clock: Clock,
+    _former_rules: Option<Arc<RulesInUse>>,
     _applied: Sender<Infallible>,
 }
 
-impl Drop for PendingReload {
-    fn drop(&mut self) {
-        apply_limits(self.clients.as_ref(), &self.clock);
-    }
-}
-
-/// Puts the limits of single clients in effect that they have now.
-fn apply_limits(clients: Option<&Arc<LiveClients>>, clock: &Clock) {
-    let has_limits =
-        |plans: &ClientPlans| plans.next_limit_end_ms().is_some() || plans.limited_clients().next().is_some();
-    if let Some(clients) = clients.filter(|clients| has_limits(&clients.current())) {
-        clients.change(|plans| plans.apply_limits(clock.wall_ms()));
+impl PendingReload {
+    fn new(former_rules: Option<Arc<RulesInUse>>) -> (Arc<PendingReload>, Applied) {
+        let (sender, applied) = tokio::sync::mpsc::channel(1);
+        (Arc::new(PendingReload { _former_rules: former_rules, _applied: sender }), Applied(applied))
     }
 }
 
@@ -277,7 +267,7 @@ impl Gateway {
             worker_threads: Vec::new(),
             admin_thread: None,
             decision_api: watch::Sender::default(),
-            rule_set: None,
+            served: None,
             upstream_health: watch::Sender::default(),
             admin_settings: watch::Sender::new(config.admin.clone()),
             history: Arc::default(),
@@ -285,7 +275,7 @@ impl Gateway {
             access_edits: None,
             health_thread: None,
             shared_clients: None,
-            live_clients: None,
+            limits_state: LimitsState::default(),
             limits_changed: Arc::default(),
             key_set: None,
             key_set_threads: 0,
@@ -316,18 +306,19 @@ impl Gateway {
         gateway.follow_shared_deny(&config)?;
         let limits_changed = &gateway.limits_changed;
         gateway.shared_clients = SharedClients::start(&config, &clock, &gateway.registry, limits_changed)?;
-        gateway.shared_clients.iter().for_each(|shared| shared.set_limits(&mut config));
-        let rule_set = RuleSet::new(config.limiter_rules(), counters.seed, None);
-        let now_ms = clock.now().unix_ms;
-        let clients = gateway.shared_clients.as_mut().and_then(|shared| shared.live(&config, clock.wall_ms()));
-        let live = LiveData { clients, published_keys, now_ms };
+        let live = gateway.shared_clients.as_ref().map(SharedClients::target);
+        let (rule_set, limits_state) =
+            gateway.limits_state.compile_rules(&mut config, live.as_deref(), counters.seed, None);
+        limits_state.log(&gateway.limits_state);
+        gateway.limits_state = limits_state;
+        let now_ms = clock.wall_ms();
+        let clients = gateway.shared_clients.as_mut().and_then(|shared| shared.live(&config, now_ms));
+        let live = LiveData { clients, published_keys, access: None, now_ms };
         let served = ServedConfig::new(config, counters.seed, rule_set, upstream_health, live);
-        apply_limits(served.clients.as_ref(), &clock);
-        gateway.live_clients.clone_from(&served.clients);
         gateway.shared_deny.iter().for_each(|shared| shared.serve(&served));
-        gateway.rule_set = Some(Arc::clone(&served.rule_set));
+        gateway.served = Some(Arc::clone(&served));
         gateway.outputs.marks = gateway.watch_marks(&served)?;
-        gateway.serve_decisions(&served);
+        gateway.serve_decisions(&served, clock.wall_ms());
         let (queries, query_inboxes) = (0..workers).map(|_| unbounded_channel()).unzip();
         gateway.history.lock().unwrap_or_else(PoisonError::into_inner).restore(&former.history);
         gateway.start_admin(queries, &mut inherited)?;
@@ -473,9 +464,10 @@ impl Gateway {
         if let Some(setting) = changed.or_else(|| config.counters.changed_setting(&self.config.counters)) {
             return Err(ReloadError::NeedsRestart(setting));
         }
-        self.shared_clients.iter().for_each(|shared| shared.set_limits(&mut config));
-        let former = self.rule_set.as_deref();
-        let rule_set = RuleSet::new(config.limiter_rules(), self.counters.seed, former);
+        let live = self.shared_clients.as_ref().map(SharedClients::target);
+        let former = self.served.as_ref().map(|served| &*served.rule_set);
+        let (rule_set, limits_state) =
+            self.limits_state.compile_rules(&mut config, live.as_deref(), self.counters.seed, former);
         if let Some(changed) = former.and_then(|former| rule_set.changed_counters(former)) {
             return Err(ReloadError::ChangedCounters(changed));
         }
@@ -499,6 +491,8 @@ impl Gateway {
             }
         }
         self.listener_config = listener_config;
+        limits_state.log(&self.limits_state);
+        self.limits_state = limits_state;
         // Metrics that the previous reload removed may be unused by now.
         self.registry.remove_unused();
         self.expiries = expiries(&self.registry, &config);
@@ -509,43 +503,80 @@ impl Gateway {
         if let Err(error) = self.start_health_checks(&upstream_health) {
             tracing::error!(%error, "upstream servers are not checked");
         }
-        let now_ms = self.clock.now().unix_ms;
-        let clients = self.shared_clients.as_mut().and_then(|shared| shared.live(&config, self.clock.wall_ms()));
-        let live = LiveData { clients, published_keys, now_ms };
+        let now_ms = self.clock.wall_ms();
+        let clients = self.shared_clients.as_mut().and_then(|shared| shared.live(&config, now_ms));
+        let live = LiveData { clients, published_keys, access: None, now_ms };
         let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, live);
-        self.shared_deny.iter().for_each(|shared| shared.serve(&served));
-        self.rule_set = Some(Arc::clone(&served.rule_set));
-        match self.watch_marks(&served) {
-            Ok(marks) => self.outputs.marks = marks,
-            Err(error) => tracing::error!(%error, "notifications are not sent"),
-        }
-        self.serve_decisions(&served);
-        let (sender, applied) = tokio::sync::mpsc::channel(1);
-        let (clients, clock) = (served.clients.clone(), self.clock.clone());
-        self.live_clients.clone_from(&clients);
-        let pending = Arc::new(PendingReload { clients, clock, _applied: sender });
+        self.serve(&served, self.clock.wall_ms());
+        let (pending, applied) = PendingReload::new(self.former_rules());
         self.send_to_workers(|| WorkerCommand::Reload {
             served: Arc::clone(&served),
             listener_config: Arc::clone(&self.listener_config),
             outputs: self.outputs.clone(),
             pending: Arc::clone(&pending),
         });
-        Ok(Applied(applied))
+        Ok(applied)
     }
 
-    /// Is notified when clients of the store have limits that the rules do not know: [`Gateway::reload`] compiles them.
+    /// The rules before the current ones, which workers still use.
+    fn former_rules(&mut self) -> Option<Arc<RulesInUse>> {
+        self.shared_clients.as_mut()?.former_rules.take()
+    }
+
+    /// Makes a configuration the current one, except in the workers. `loaded_ms`: when its file was loaded.
+    fn serve(&mut self, served: &Arc<ServedConfig>, loaded_ms: u64) {
+        self.shared_deny.iter().for_each(|shared| shared.serve(served));
+        self.served = Some(Arc::clone(served));
+        match self.watch_marks(served) {
+            Ok(marks) => self.outputs.marks = marks,
+            Err(error) => tracing::error!(%error, "notifications are not sent"),
+        }
+        self.serve_decisions(served, loaded_ms);
+    }
+
+    /// What compiles the limits that clients of the store have now, in a thread that may block. `None`: the rules have them all.
+    pub fn limits_compiler(&self) -> Option<impl FnOnce() -> CompiledLimits + Send + use<>> {
+        let served = Arc::clone(self.served.as_ref()?);
+        let is_ahead = served.clients.as_ref()?.current().is_ahead_of_rules();
+        let (seed, state) = (self.counters.seed, self.limits_state.clone());
+        is_ahead.then_some(move || CompiledLimits::new(served, state, seed))
+    }
+
+    /// Uses compiled limits, in the course of time also in the workers.
+    pub fn use_limits(&mut self, compiled: CompiledLimits) {
+        let CompiledLimits { former, served, state } = compiled;
+        if !self.served.as_ref().is_some_and(|current| Arc::ptr_eq(current, &former)) {
+            // A reload has compiled others.
+            self.limits_changed.notify_one();
+            return;
+        }
+        self.shared_clients.iter_mut().for_each(|shared| shared.use_rules(&served.config));
+        state.log(&self.limits_state);
+        self.limits_state = state;
+        let loaded_ms = self.decision_api.borrow().as_ref().map_or(0, |decision_api| decision_api.loaded_ms);
+        self.serve(&served, loaded_ms);
+        let (pending, _applied) = PendingReload::new(self.former_rules());
+        self.send_to_workers(|| WorkerCommand::ApplyLimits {
+            served: Arc::clone(&served),
+            marks: self.outputs.marks.clone(),
+            pending: Arc::clone(&pending),
+        });
+    }
+
+    /// Is notified when clients of the store have limits that the rules do not know, see [`Gateway::limits_compiler`].
     pub fn limits_changed(&self) -> Arc<Notify> {
         Arc::clone(&self.limits_changed)
     }
 
     /// When limits of a client end, or earlier, Unix milliseconds.
     pub fn next_limit_end_ms(&self) -> Option<u64> {
-        self.live_clients.as_ref()?.current().next_limit_end_ms()
+        self.served.as_ref()?.clients.as_ref()?.current().next_limit_end_ms()
     }
 
     /// Ends the limits of clients that have reached their end.
     pub fn end_limits(&self) {
-        apply_limits(self.live_clients.as_ref(), &self.clock);
+        let clients = self.served.iter().flat_map(|served| &served.clients);
+        clients.for_each(|clients| clients.change(|plans| plans.apply_limits(self.clock.wall_ms())));
     }
 
     /// The changes of clients that requests to the admin address ask for; once.
@@ -749,12 +780,11 @@ impl Gateway {
     }
 
     /// Lets the decision API use a configuration.
-    fn serve_decisions(&self, served: &Arc<ServedConfig>) {
+    fn serve_decisions(&self, served: &Arc<ServedConfig>, loaded_ms: u64) {
         let metrics = DecisionMetrics::new(&self.registry, self.workers, "api", &served.decision_service.limit_names());
         let marks = self.outputs.marks.as_ref();
         let marks = marks.map(|marks| MarkReader::new(marks, DroppedMarks::new(&self.registry, self.workers)));
         let shared_clients = self.shared_clients.as_ref().map(|shared| shared.data.clone());
-        let loaded_ms = self.clock.wall_ms();
         let decision_api = DecisionApi { served: Arc::clone(served), metrics, marks, loaded_ms, shared_clients };
         self.decision_api.send_replace(Some(Arc::new(decision_api)));
     }

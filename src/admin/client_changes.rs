@@ -14,7 +14,7 @@ use super::json_schema::parse_object;
 use super::{AdminBody, audit_log};
 use transom_config::Config;
 use transom_config::access::{Allowed, DenyEntry, DenyTarget};
-use transom_config::clients::{Client, Clients};
+use transom_config::clients::Client;
 use transom_http::error::ApiError;
 use transom_limiter::ip_prefix::Network;
 use transom_limiter::secret_digest::Digest;
@@ -23,9 +23,9 @@ use transom_rules::responses::{self, LocalResponse};
 
 /// Bytes of a generated key: 192 bits.
 const KEY_BYTES: usize = 24;
-/// How often, and how long in all, a change of shared clients waits until the rules have its limits.
+/// How often, and how long in all, a change of shared clients waits until all workers use its limits.
 const POLL_PERIOD: Duration = Duration::from_millis(5);
-const POLLS_MAX: u32 = 200;
+const POLLS_MAX: u32 = 400;
 /// Hex digits of a digest that name a key at least.
 const ID_DIGITS_MIN: usize = 8;
 
@@ -34,9 +34,8 @@ pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let settings = Settings::parse(&parse_object(&call.body, "the body")?)?;
     let name = call.path_value(0).to_owned();
     let edit: Edit = Box::new(move |known| Ok(Some(settings.applied_to(&name, known))));
-    let (changed, clients) = change(&call, "replace client", None, edit).await?;
-    let Some(client) = &changed.after else { return Err(ApiError::UnknownClient(call.path_value(0).to_owned())) };
-    let response = described(&clients, client);
+    let changed = change(&call, "replace client", None, edit).await?;
+    let response = changed_client(&call, &changed).await?;
     Ok(with_body(match changed.before {
         Some(_) => response,
         None => responses::created(response),
@@ -58,9 +57,8 @@ pub async fn patch(call: Call) -> Result<Response<AdminBody>, ApiError> {
         }
         Ok(Some(Settings::parse(&settings)?.applied_to(&name, Some(known))))
     });
-    let (changed, clients) = change(&call, "change client", None, edit).await?;
-    let client = changed.after.ok_or_else(|| ApiError::UnknownClient(call.path_value(0).to_owned()))?;
-    Ok(with_body(described(&clients, &client)))
+    let changed = change(&call, "change client", None, edit).await?;
+    Ok(with_body(changed_client(&call, &changed).await?))
 }
 
 /// `DELETE /v1/clients/{name}`.
@@ -115,7 +113,7 @@ pub async fn add_key(call: Call) -> Result<Response<AdminBody>, ApiError> {
         }
         Ok(Some(client))
     });
-    let (changed, _) = change(&call, "add key", Some(("key", digest.to_string())), edit).await?;
+    let changed = change(&call, "add key", Some(("key", digest.to_string())), edit).await?;
     let mut added = json!({ "id": digest.to_string() });
     key.iter().for_each(|key| added["key"] = json!(key));
     let mut response = responses::created(json_response(&added));
@@ -151,7 +149,7 @@ pub async fn change(
     operation: &str,
     detail: Option<(&str, String)>,
     mut edit: Edit,
-) -> Result<(Changed, Clients), ApiError> {
+) -> Result<Changed, ApiError> {
     // Reading may not need `[clients]`, a change does.
     call.decision_api()?.served.config.clients.as_ref().ok_or(ApiError::NoClients)?;
     let preconditions = Preconditions::of(&call.parts.headers);
@@ -180,27 +178,42 @@ pub async fn change(
         changed => changed?,
     };
     entry.write(&what, &described(&changed.before), &described(&changed.after));
-    wait_until_compiled(call).await;
-    Ok((changed, clients))
+    Ok(changed)
 }
 
-/// Waits until the rules have the limits of a client of the store. They have them soon, also if this takes too long.
-async fn wait_until_compiled(call: &Call) {
+/// The response with a changed client: 202 if this gateway does not use its limits yet.
+pub async fn changed_client(call: &Call, changed: &Changed) -> Result<LocalResponse, ApiError> {
+    let client = changed.after.as_ref().ok_or_else(|| ApiError::UnknownClient(call.path_value(0).to_owned()))?;
+    let uses_limits = wait_for_limits(call).await;
+    let served = call.decision_api()?.served.clone();
+    let clients = served.config.clients.as_ref().ok_or(ApiError::NoClients)?;
+    let mut described = describe_client(clients, client, Digest::brief);
+    describe_effect(&mut described, &served.config, client, call.state.clock.wall_ms());
+    let mut response = json_response(&described);
+    insert_tag(&mut response, client);
+    Ok(if uses_limits { response } else { responses::accepted(response) })
+}
+
+/// Waits until all workers use the limits of a client of the store, but not for long. Whether they do.
+async fn wait_for_limits(call: &Call) -> bool {
     for _ in 0..POLLS_MAX {
         let clients = call.decision_api().ok().and_then(|api| api.served.clients.clone());
-        if clients.is_none_or(|clients| !clients.current().lacks_limits_of(call.path_value(0))) {
-            return;
+        if clients.is_none_or(|clients| clients.current().uses_limits_of(call.path_value(0))) {
+            return true;
         }
         tokio::time::sleep(POLL_PERIOD).await;
     }
     tracing::warn!(client = call.path_value(0), "the limits of a client are stored, but are not in effect yet");
+    false
 }
 
-/// The response with a client.
-pub fn described(clients: &Clients, client: &Client) -> LocalResponse {
-    let mut response = json_response(&describe_client(clients, client, Digest::brief));
-    insert_tag(&mut response, client);
-    response
+/// Adds to a described client which of its limits are not in effect, and why.
+pub fn describe_effect(described: &mut Value, config: &Config, client: &Client, now_ms: u64) {
+    for limits in &client.limits {
+        if let Some(reason) = config.why_without_effect(client, limits, now_ms) {
+            described["limits"][&limits.rule]["without_effect"] = json!(reason);
+        }
+    }
 }
 
 /// Adds the field ETag, for `If-Match`.

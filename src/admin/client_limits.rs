@@ -4,7 +4,7 @@ use http::Response;
 use serde_json::Value;
 
 use super::AdminBody;
-use super::client_changes::{change, described};
+use super::client_changes::{change, changed_client};
 use super::client_store::Edit;
 use super::endpoints::{Call, with_body};
 use super::json_objects::CLIENT_LIMITS;
@@ -38,9 +38,8 @@ pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
         Ok(Some(client))
     });
     let rule = call.path_value(1).to_owned();
-    let (changed, clients) = change(&call, "set limits", Some(("rule", rule)), edit).await?;
-    let client = changed.after.ok_or_else(|| ApiError::UnknownClient(call.path_value(0).to_owned()))?;
-    Ok(with_body(described(&clients, &client)))
+    let changed = change(&call, "set limits", Some(("rule", rule)), edit).await?;
+    Ok(with_body(changed_client(&call, &changed).await?))
 }
 
 /// `DELETE`: the plan of the client applies again.

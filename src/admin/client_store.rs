@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use super::{DecisionApi, deny};
 use transom_config::clients::Client;
 use transom_http::error::ApiError;
+use transom_limiter::secret_digest::Digest;
 use transom_runtime::clock::Clock;
 use transom_store::map_follower::{ChangeError, Entry, SharedMap};
 use transom_store::shared_map::{self, Precondition};
@@ -158,22 +159,31 @@ impl ClientStore for StoredClients {
 
 /// A client as the store has it. One that cannot be read has no plan, so that it can be replaced and removed, and not used.
 fn client_of(name: &str, entry: &Entry) -> Client {
-    Client::from_json(name, &entry.text).unwrap_or_else(|_unreadable| Client {
-        name: name.to_owned(),
-        plan: String::new(),
-        api_keys: Vec::new(),
-        subjects: Vec::new(),
-        networks: Vec::new(),
-        limits: Vec::new(),
-    })
+    Client::from_json(name, &entry.text).unwrap_or_else(|_unreadable| Client::readable_part(name, &entry.text))
 }
 
-/// The text of a client in the store. Members that a newer version has added are kept.
+/// The text of a client in the store. Members that a newer version has added are kept, and so are keys and limits that this version
+/// cannot read.
 fn text_of(client: &Client, former: Option<&Entry>) -> String {
-    let former = former.and_then(|entry| serde_json::from_str::<Map<String, Value>>(&entry.text).ok());
     let Value::Object(members) = client.to_json() else { return String::new() };
-    let mut text = former.unwrap_or_default();
-    text.extend(members);
+    let mut text =
+        former.and_then(|entry| serde_json::from_str::<Map<String, Value>>(&entry.text).ok()).unwrap_or_default();
+    let former_client = former.map(|entry| client_of(&client.name, entry));
+    for (name, mut value) in members {
+        match (name.as_str(), &mut value, text.get(&name)) {
+            ("api_keys", Value::Array(keys), Some(Value::Array(former))) => {
+                let is_readable = |key: &&Value| key.as_str().and_then(Digest::parse).is_some();
+                keys.extend(former.iter().filter(|key| !is_readable(key)).cloned());
+            }
+            ("limits", Value::Object(limits), Some(Value::Object(former))) => {
+                let unchanged = client.limits.iter().filter(|own| former_client.iter().any(|c| c.limits.contains(own)));
+                let unchanged = unchanged.filter_map(|own| Some((own.rule.clone(), former.get(&own.rule)?.clone())));
+                limits.extend(unchanged);
+            }
+            _ => {}
+        }
+        text.insert(name, value);
+    }
     Value::Object(text).to_string()
 }
 
@@ -190,5 +200,60 @@ pub fn api_error(error: ChangeError) -> ApiError {
     match error {
         ChangeError::NotMade(why) => ApiError::NotChanged(why),
         ChangeError::Unconfirmed(why) => ApiError::Unconfirmed(why),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use transom_config::client_limits::ClientLimits;
+
+    #[test]
+    fn a_change_keeps_what_another_version_has_written() {
+        let key = |n: u8| Digest::of(&[n]).to_string();
+        let stored = json!({
+            "plan": "gold", "api_keys": [key(1)], "subjects": ["a"], "networks": [], "note": { "for": "others" },
+            "limits": {
+                "r": { "windows": ["5/day"], "until": null, "burst": 2 }, "s": { "windows": ["5/fortnight"] },
+                "t": { "windows": ["1/day"], "until": null },
+            },
+        });
+        let entry = |stored: &Value| Entry { version: 7, text: stored.to_string().into() };
+        let change = |stored: &Value, edit: &dyn Fn(&mut Client)| -> Value {
+            let mut client = client_of("acme", &entry(stored));
+            edit(&mut client);
+            serde_json::from_str(&text_of(&client, Some(&entry(stored)))).unwrap()
+        };
+        // The client is known, with what can be read of it.
+        let client = Client::from_json("acme", &stored.to_string()).unwrap();
+        let readable: Vec<_> =
+            client.limits.iter().map(|limits| (&*limits.rule, limits.unreadable.is_none())).collect();
+        assert_eq!(readable, [("r", true), ("s", false), ("t", true)]);
+        assert_eq!(client.limits_text(0).unwrap().text, "gold r=[\"5/day\"] t=[\"1/day\"]");
+        assert_eq!(change(&stored, &|_client| ()), stored);
+        let mut expected = stored.clone();
+        expected["api_keys"] = json!([key(1), key(2)]);
+        expected["limits"]["t"] = json!({ "windows": ["3/day"], "until": null });
+        let raised = ClientLimits::from_json("t", &expected["limits"]["t"]).unwrap();
+        let edit = |client: &mut Client| {
+            client.api_keys.push(Digest::of(&[2]));
+            client.limits[2] = raised.clone();
+        };
+        assert_eq!(change(&stored, &edit), expected);
+        // Limits that cannot be read can be removed.
+        let without = change(&stored, &|client| client.limits.retain(|limits| limits.rule != "s"));
+        assert_eq!(without["limits"].as_object().unwrap().keys().collect::<Vec<_>>(), ["r", "t"]);
+
+        // What cannot be read at all is replaced without a loss of keys.
+        let mut newer = stored;
+        newer["api_keys"] = json!([key(1), "blake3:00"]);
+        newer["plan"] = json!(["gold", "silver"]);
+        assert!(Client::from_json("acme", &newer.to_string()).is_err());
+        let replaced = change(&newer, &|client| client.plan = "gold".to_owned());
+        newer["plan"] = json!("gold");
+        newer["subjects"] = json!([]);
+        assert_eq!(replaced, newer);
     }
 }

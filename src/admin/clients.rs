@@ -9,7 +9,8 @@ use super::decision_json::{render_concurrency, render_window};
 use super::endpoints::{Call, json_response, with_body};
 use super::{AdminBody, AdminState, DecisionApi, client_changes, decisions, top_query};
 use crate::decision::{DecisionQuery, Operation, QueryKey, RuleQuery};
-use transom_config::clients::Client;
+use transom_config::Config;
+use transom_config::clients::{Client, Clients};
 use transom_config::key_kind::CLIENT;
 use transom_http::error::ApiError;
 use transom_limiter::key::KeyPart;
@@ -28,6 +29,7 @@ pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
     let (limit, mut after) = call.page()?;
     let (search, plan) = (call.parameter("search")?.unwrap_or_default().to_lowercase(), call.parameter("plan")?);
     let words: Vec<&str> = search.split_whitespace().collect();
+    let now_ms = call.state.clock.wall_ms();
     let served = &decision_api.served;
     let (Some(configured), Some(plans)) = (&served.config.clients, served.decision_service.clients()) else {
         return Ok(json_response(&json!({ "clients": [], "next": null, "total": 0 })));
@@ -40,7 +42,7 @@ pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
         }
         for name in names {
             if found.len() < limit {
-                let known = plans.named(&name).map(|client| describe_client(configured, client, Digest::brief));
+                let known = plans.named(&name).map(|client| described(&served.config, configured, client, now_ms));
                 let described = known.or_else(|| without_effect(&decision_api, &name));
                 let described = described.filter(|client| plan.as_ref().is_none_or(|plan| client["plan"] == *plan));
                 found.extend(described.filter(|client| has_words(client, &words)));
@@ -52,6 +54,12 @@ pub fn list(call: &Call) -> Result<LocalResponse, ApiError> {
     let next = after.filter(|after| !names_after(&decision_api, Some(after), 1).is_empty());
     let total = decision_api.shared_clients.as_ref().map_or(plans.len(), |shared| shared.map.lock().entries.len());
     Ok(json_response(&json!({ "clients": found, "next": next, "total": total })))
+}
+
+fn described(config: &Config, clients: &Clients, client: &Client, now_ms: u64) -> Value {
+    let mut described = describe_client(clients, client, Digest::brief);
+    client_changes::describe_effect(&mut described, config, client, now_ms);
+    described
 }
 
 /// Whether each word, which is in lower case, is in the name, plan, subjects or networks of a described client.
@@ -118,7 +126,7 @@ async fn client_with_usage(state: &AdminState, decision_api: &DecisionApi, name:
     let served = &decision_api.served;
     let client = served.decision_service.client_named(name)?;
     let Some(clients) = &served.config.clients else { return Ok(Value::Null) };
-    let mut described = describe_client(clients, &client, Digest::brief);
+    let mut described = described(&served.config, clients, &client, state.clock.wall_ms());
     let mut rules = Vec::new();
     for rule in served.config.rules.iter().filter(|rule| rule.counts_clients()) {
         let key: Vec<String> = rule.key.iter().map(KeyPart::to_string).collect();

@@ -363,7 +363,7 @@ pub static ENDPOINTS: &[Endpoint] = &[
         verb: Verb::Put,
         summary: "Replaces plan, subjects and networks of a client, or adds the client.",
         request: Some(&Schema::Object(&CLIENT_SETTINGS)),
-        success: &[200, 201],
+        success: &[200, 201, 202],
         response: &[Content::Json(&Schema::Object(&LISTED_CLIENT))],
         handle: |call| Box::pin(client_changes::put(call)),
         ..CHANGE_CLIENT
@@ -372,6 +372,7 @@ pub static ENDPOINTS: &[Endpoint] = &[
         verb: Verb::Patch,
         summary: "Changes plan, subjects or networks of a client, by a JSON merge patch.",
         request: Some(&Schema::Object(&CLIENT_PATCH)),
+        success: &[200, 202],
         response: &[Content::Json(&Schema::Object(&LISTED_CLIENT))],
         handle: |call| Box::pin(client_changes::patch(call)),
         ..CHANGE_CLIENT
@@ -406,6 +407,7 @@ pub static ENDPOINTS: &[Endpoint] = &[
         path: "/v1/clients/{name}/limits/{rule}",
         summary: "Gives a client windows of its own in a rule, perhaps until a time.",
         request: Some(&Schema::Object(&CLIENT_LIMITS)),
+        success: &[200, 202],
         response: &[Content::Json(&Schema::Object(&LISTED_CLIENT))],
         handle: |call| Box::pin(client_limits::put(call)),
         ..CHANGE_CLIENT

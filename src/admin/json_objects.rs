@@ -158,7 +158,7 @@ object! {
     TOP_LISTS = "TopLists" { required("by", Text), required("rules", List(&Schema::Object(&TOP_RULE))) }
 }
 
-const LIMITS_OF_CLIENT: Schema = Schema::Object(&CLIENT_LIMITS);
+const LIMITS_OF_CLIENT: Schema = Schema::Object(&LIMITS_IN_RULE);
 const CLIENT: [Field; 6] = [
     required("name", Text),
     required("plan", Text),
@@ -175,6 +175,12 @@ object! {
     /// The windows of a client in one rule, and when they end.
     CLIENT_LIMITS is closed = "ClientLimits" {
         required("windows", WRITTEN_WINDOWS), optional("until", OrNull(&Time)),
+    }
+}
+
+object! {
+    LIMITS_IN_RULE = "LimitsInRule" {
+        required("windows", WRITTEN_WINDOWS), optional("until", OrNull(&Time)), WITHOUT_EFFECT,
     }
 }
 

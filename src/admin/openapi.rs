@@ -82,7 +82,8 @@ fn responses(row: &Endpoint, components: &mut BTreeMap<&'static str, Value>) -> 
     }
     let mut responses = Map::new();
     for status in row.success {
-        let mut response = json!({ "description": "It was done." });
+        let description = if *status == 202 { "It was done, and takes effect later." } else { "It was done." };
+        let mut response = json!({ "description": description });
         if !content.is_empty() {
             response["content"] = json!(content);
         }

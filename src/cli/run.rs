@@ -5,11 +5,12 @@ use std::error::Error;
 use std::io;
 use std::path::Path;
 use std::pin::pin;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::task::{JoinError, JoinHandle, spawn_blocking};
 use tokio::time::MissedTickBehavior;
 
 use super::clients::file_edit::change_client;
@@ -22,6 +23,7 @@ use crate::cli::upgrade::protocol::{Handover, SuccessorChannel};
 use crate::cli::upgrade::state;
 use crate::cli::upgrade::state::Upgrade;
 use crate::file_watch::FileWatch;
+use crate::server::client_limits::CompiledLimits;
 use crate::server::error::{ReloadError, StartError};
 use crate::server::{Applied, Former, Gateway};
 use transom_config::{Config, lint};
@@ -33,6 +35,9 @@ use transom_runtime::metrics::events::ReloadMetrics;
 const WATCH_PERIOD: Duration = Duration::from_secs(1);
 /// The least time between two compilations of limits that clients of the store have got.
 const LIMITS_PERIOD: Duration = Duration::from_millis(250);
+/// Most of the time goes into other things than compiling limits.
+const LIMITS_PERIOD_FACTOR: u32 = 10;
+const LIMITS_PAUSE_AFTER_FAILURE: Duration = Duration::from_secs(5);
 
 pub fn run(path: &Path) -> Exit {
     match serve(path) {
@@ -171,7 +176,7 @@ impl Supervisor<'_> {
         // Dropped with this loop: a gateway that ends changes no clients.
         let (mut changes, mut edits) = (self.gateway.take_file_changes(), self.gateway.take_access_edits());
         let limits_changed = self.gateway.limits_changed();
-        let mut next_compilation = self.clock.instant();
+        let (mut next_compilation, mut compiling) = (self.clock.instant(), None);
         let successor = loop {
             let pause = next_compilation.saturating_duration_since(self.clock.instant());
             let limits_due = async {
@@ -187,9 +192,22 @@ impl Supervisor<'_> {
                     let others = std::iter::from_fn(|| edits.as_mut()?.try_recv().ok());
                     self.apply_edits(std::iter::once(edit).chain(others).collect(), &meter);
                 }
-                () = limits_due => {
-                    self.compile_limits();
-                    next_compilation = self.clock.instant() + LIMITS_PERIOD;
+                () = limits_due, if compiling.is_none() => {
+                    let compiler = self.gateway.limits_compiler();
+                    compiling = compiler.map(|compile| (self.clock.instant(), spawn_blocking(compile)));
+                }
+                (began, compiled) = compiled(&mut compiling) => {
+                    let now = self.clock.instant();
+                    let took = now.duration_since(began);
+                    next_compilation = now + LIMITS_PERIOD.max(took * LIMITS_PERIOD_FACTOR);
+                    match compiled {
+                        Ok(compiled) => self.gateway.use_limits(compiled),
+                        Err(error) => {
+                            tracing::error!(%error, "limits of clients are not compiled, and are tried again");
+                            next_compilation = now + LIMITS_PAUSE_AFTER_FAILURE;
+                            limits_changed.notify_one();
+                        }
+                    }
                 }
                 () = sleep_until(next_end, &self.clock) => self.gateway.end_limits(),
                 _ = signals.hangup.recv() => {
@@ -295,14 +313,6 @@ impl Supervisor<'_> {
         Ok(applied)
     }
 
-    /// Compiles the limits that clients of the store have got.
-    fn compile_limits(&mut self) {
-        // Workers apply them in their own time.
-        if let Err(error) = self.gateway.reload(self.gateway.config().clone()) {
-            tracing::error!("limits of clients are not in effect: {error}");
-        }
-    }
-
     /// Changes a client in the clients file, as a request to the admin address asks. Replies once all workers know the change.
     fn change_client(&mut self, change: FileChange, meter: &ReloadMetrics) {
         let FileChange { name, mut edit, reply } = change;
@@ -397,6 +407,20 @@ impl Supervisor<'_> {
                 _ = signals.upgrade.recv() => state::report_failure("another process has taken its place"),
             }
         }
+    }
+}
+
+/// The limits that a thread compiles, and when it began.
+async fn compiled(
+    compiling: &mut Option<(Instant, JoinHandle<CompiledLimits>)>,
+) -> (Instant, Result<CompiledLimits, JoinError>) {
+    match compiling {
+        Some((began, thread)) => {
+            let (began, compiled) = (*began, thread.await);
+            *compiling = None;
+            (began, compiled)
+        }
+        None => std::future::pending().await,
     }
 }
 

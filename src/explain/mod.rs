@@ -136,7 +136,7 @@ pub async fn explain_without_gateway(config: Config, question: &Question) -> Res
     // Nothing is fetched: a token that needs the key set gets what it gets before the first fetch.
     let published_keys = config.key_set.as_ref().map(|_| Arc::new(PublishedKeys::new(|| {})));
     let clock = Clock::system();
-    let live = LiveData { published_keys, clients: None, now_ms: clock.now().unix_ms };
+    let live = LiveData { published_keys, now_ms: clock.wall_ms(), ..LiveData::default() };
     let served = ServedConfig::new(config, seed, rule_set, Vec::new(), live);
     let table = Table::with_capacity(1).ok_or("there is too little memory")?;
     let counters = CounterAccess::new(SharedByWorkers::new(Arc::new(table)), clock, None);

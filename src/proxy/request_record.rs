@@ -33,7 +33,7 @@ use transom_limiter::concurrency::{Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
-use transom_limiter::verdict::{Outcome, Verdict, Verdicts, WindowVerdict};
+use transom_limiter::verdict::{Outcome, Verdict, Verdicts};
 use transom_rules::RouteRulesId;
 use transom_rules::access::Denial;
 use transom_rules::client_plans;
@@ -257,8 +257,8 @@ impl RequestRecord {
         if verdicts.is_refused() {
             metrics.request_refused();
             let windows = &self.config.window_metrics[rules_id];
-            let full = verdicts.full_windows().map(WindowVerdict::layer);
-            full.for_each(|layer| windows.refused_by_layer(layer.position, layer.id));
+            let full = verdicts.full_windows();
+            full.for_each(|window| windows.refused_by(window.layer().position, window.counted_name()));
             let slots = verdicts.slots().iter().filter(|usage| usage.state == SlotState::Full);
             slots.for_each(|usage| windows.refused_by_slots(usage.position));
         }

@@ -4,7 +4,7 @@
 
 use std::cell::{Ref, RefCell, RefMut};
 use std::collections::HashMap;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -57,6 +57,22 @@ pub struct WorkerConfig {
     clients: Option<ClientsReader>,
     pub route_metrics: IdVec<RouteId, RouteMetrics>,
     pub window_metrics: IdVec<RouteRulesId, WindowMetrics<PlanPosition>>,
+    /// `RateLimit-Policy`. A copy per worker, so that workers do not contend for its reference count.
+    pub policy_fields: IdVec<RouteRulesId, Option<HeaderValue>>,
+    pub top_keys: TopKeys,
+    /// With `[notify]`.
+    pub marks: Option<MarkReader>,
+    pub access_log: Option<LogSender>,
+    /// Whether messages at the level of debugging are logged: one for each request.
+    pub logs_requests: bool,
+    /// Whether requests are noted for the access log or for messages.
+    pub notes_requests: bool,
+    scratch: RefCell<DecisionBuffers>,
+    parts: Rc<WorkerParts>,
+}
+
+/// What of the view stays when limits of single clients change.
+pub struct WorkerParts {
     /// `None` for rules without a limit of concurrent requests.
     pub concurrency_gauges: IdVec<RuleId, Option<ConcurrencyGauge>>,
     /// `None` for rules that delay no request.
@@ -65,30 +81,27 @@ pub struct WorkerConfig {
     pub refund_counters: IdVec<RuleId, Option<RefundCounter>>,
     /// `None` for routes without a cost by usage.
     pub usage_metrics: IdVec<RouteId, Option<Box<RouteUsageMetrics>>>,
-    /// `RateLimit-Policy`. A copy per worker, so that workers do not contend for its reference count.
-    pub policy_fields: IdVec<RouteRulesId, Option<HeaderValue>>,
     pub denials: DenialMetrics,
     /// The deny entries that this worker uses; `None` without deny entries and allow lists.
     pub deny_list: RefCell<Option<CurrentDenyList>>,
     /// With `[metrics] clients = true`.
     pub client_metrics: Option<ClientMetrics>,
-    pub top_keys: TopKeys,
-    /// With `[notify]`.
-    pub marks: Option<MarkReader>,
     /// For requests that match no route.
     pub unrouted_metrics: RouteMetrics,
     pub targets: IdVec<UpstreamId, Target>,
-    pub access_log: Option<LogSender>,
-    /// Whether messages at the level of debugging are logged: one for each request.
-    pub logs_requests: bool,
-    /// Whether requests are noted for the access log or for messages.
-    pub notes_requests: bool,
     /// With `[tracing]`.
     pub tracer: Option<Tracer>,
     /// Dropped with this view, so that no cached token outlives the keys that verified it.
     pub token_cache: TokenCache,
     server_pools: ServerPools,
-    scratch: RefCell<DecisionBuffers>,
+}
+
+impl Deref for WorkerConfig {
+    type Target = WorkerParts;
+
+    fn deref(&self) -> &WorkerParts {
+        &self.parts
+    }
 }
 
 /// Where the records of requests go.
@@ -158,6 +171,30 @@ impl RouteUsageMetrics {
     }
 }
 
+fn window_metrics(
+    registry: &Registry,
+    worker_id: WorkerId,
+    served: &ServedConfig,
+) -> IdVec<RouteRulesId, WindowMetrics<PlanPosition>> {
+    let of_rules = |route_rules: &RouteRules| {
+        let rules = route_rules.charge_plan.compiled_rules();
+        let limits: Vec<_> = rules.map(|(_, rule)| (rule.rule.name.as_str(), rule.limit_names().collect())).collect();
+        WindowMetrics::new(registry, worker_id, &limits)
+    };
+    served.route_rules.iter().map(of_rules).collect()
+}
+
+fn policy_fields(served: &ServedConfig) -> IdVec<RouteRulesId, Option<HeaderValue>> {
+    served.route_rules.iter().map(|rules| rules.rate_limit_template.constant_policy()).collect()
+}
+
+impl DecisionBuffers {
+    fn of_worker(worker_id: WorkerId) -> RefCell<DecisionBuffers> {
+        let context = DecisionContext::for_worker(worker_id as u32);
+        RefCell::new(DecisionBuffers { context, ..DecisionBuffers::default() })
+    }
+}
+
 impl WorkerConfig {
     /// Takes over the pools of `previous` whose server and transport settings are unchanged.
     #[allow(clippy::mutable_key_type, reason = "of the TLS settings only the digest is compared")]
@@ -173,12 +210,6 @@ impl WorkerConfig {
             let rules = served.rules_of(route).charge_plan.compiled_rules();
             let names: Vec<&str> = rules.map(|(_, rule)| rule.rule.name.as_str()).collect();
             RouteMetrics::new(registry, worker_id, served.route_name(id), &names)
-        };
-        let window_metrics = |route_rules: &RouteRules| {
-            let rules = route_rules.charge_plan.compiled_rules();
-            let limits: Vec<_> =
-                rules.map(|(_, rule)| (rule.rule.name.as_str(), rule.limit_names().collect())).collect();
-            WindowMetrics::new(registry, worker_id, &limits)
         };
         let concurrency_gauge = |rule: &CompiledRule| {
             rule.concurrent_name().map(|_| ConcurrencyGauge::new(registry, worker_id, &rule.rule.name))
@@ -240,35 +271,66 @@ impl WorkerConfig {
                 Target::Servers(Forwarder::new(Arc::clone(upstream_health), pools, metrics, retries, clock.clone()))
             }
         };
-        let context = DecisionContext::for_worker(worker_id as u32);
         let previous_keys = previous.map(|previous| &previous.top_keys);
         let top_keys = TopKeys::new(&served.counted_rules(), clock.now().unix_ms, previous_keys);
         let config = &served.config;
         let logs_requests = tracing::enabled!(tracing::Level::DEBUG);
-        WorkerConfig {
-            route_metrics: served.routes.enumerate().map(route_metrics).collect(),
-            window_metrics: served.route_rules.iter().map(window_metrics).collect(),
+        let parts = WorkerParts {
             concurrency_gauges: served.rule_set.rules.iter().map(concurrency_gauge).collect(),
             delay_gauges: served.rule_set.rules.iter().map(delay_gauge).collect(),
             refund_counters: config.rules.map(refund_counter),
             usage_metrics: RouteUsageMetrics::of_routes((registry, worker_id), &served),
-            policy_fields: served.route_rules.iter().map(|rules| rules.rate_limit_template.constant_policy()).collect(),
             client_metrics,
             denials,
             deny_list: RefCell::new(deny_list),
-            top_keys,
-            marks: outputs.marks.map(|marks| MarkReader::new(&marks, DroppedMarks::new(registry, worker_id))),
             unrouted_metrics: RouteMetrics::new(registry, worker_id, "", &[]),
             targets: config.upstreams.iter().zip(&served.upstream_health).map(&mut target).collect(),
-            logs_requests,
-            notes_requests: logs_requests || outputs.access_log.is_some(),
-            access_log: outputs.access_log,
             tracer: Tracer::new(config.tracing.as_ref(), outputs.spans, || DroppedSpans::new(registry, worker_id)),
             token_cache: served.token_checker(),
             server_pools,
+        };
+        WorkerConfig {
+            route_metrics: served.routes.enumerate().map(route_metrics).collect(),
+            window_metrics: window_metrics(registry, worker_id, &served),
+            policy_fields: policy_fields(&served),
+            top_keys,
+            marks: outputs.marks.map(|marks| MarkReader::new(&marks, DroppedMarks::new(registry, worker_id))),
+            logs_requests,
+            notes_requests: logs_requests || outputs.access_log.is_some(),
+            access_log: outputs.access_log,
             clients: served.clients.as_ref().map(ClientsReader::new),
             served,
-            scratch: RefCell::new(DecisionBuffers { context, ..DecisionBuffers::default() }),
+            scratch: DecisionBuffers::of_worker(worker_id),
+            parts: Rc::new(parts),
+        }
+    }
+
+    /// This view with other limits of single clients, which cost a worker little: they may change often, and requests wait meanwhile.
+    pub fn with_limits(
+        &self,
+        worker_id: WorkerId,
+        registry: &Registry,
+        now_ms: u64,
+        served: Arc<ServedConfig>,
+        marks: Option<&Arc<Marks>>,
+    ) -> WorkerConfig {
+        let are_counted_alike = served.rule_set.has_limit_names_of(&self.served.rule_set);
+        WorkerConfig {
+            route_metrics: self.route_metrics.clone(),
+            window_metrics: match are_counted_alike {
+                true => self.window_metrics.clone(),
+                false => window_metrics(registry, worker_id, &served),
+            },
+            policy_fields: policy_fields(&served),
+            top_keys: TopKeys::new(&served.counted_rules(), now_ms, Some(&self.top_keys)),
+            marks: marks.map(|marks| MarkReader::new(marks, DroppedMarks::new(registry, worker_id))),
+            logs_requests: self.logs_requests,
+            notes_requests: self.notes_requests,
+            access_log: self.access_log.clone(),
+            clients: served.clients.as_ref().map(ClientsReader::new),
+            served,
+            scratch: DecisionBuffers::of_worker(worker_id),
+            parts: Rc::clone(&self.parts),
         }
     }
 

@@ -10,6 +10,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::log_throttle::LogThrottle;
 use super::worker_config::{RecordOutputs, WorkerConfig};
+use crate::notify::Marks;
 use crate::proxy::served_config::ServedConfig;
 use crate::timer::Timers;
 use transom_http::error::RequestError;
@@ -130,6 +131,13 @@ impl WorkerState {
         let previous = self.config();
         let (id, registry, clock) = (self.worker_id, &self.registry, &self.clock);
         let config = WorkerConfig::new(id, registry, clock, served, outputs, Some(&previous));
+        *self.config.borrow_mut() = Rc::new(config);
+    }
+
+    /// Switches new requests to the same configuration with other limits of single clients.
+    pub fn apply_limits(&self, served: Arc<ServedConfig>, marks: Option<&Arc<Marks>>) {
+        let now_ms = self.clock.now().unix_ms;
+        let config = self.config().with_limits(self.worker_id, &self.registry, now_ms, served, marks);
         *self.config.borrow_mut() = Rc::new(config);
     }
 

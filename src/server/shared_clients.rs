@@ -9,8 +9,9 @@ use super::error::StartError;
 use super::spawn;
 use crate::shared_data::{SharedData, SharedDataHandle};
 use transom_config::Config;
+use transom_config::client_limits::ClientLimits;
 use transom_config::clients::{Client, Clients, ClientsSource};
-use transom_rules::client_plans::ClientPlans;
+use transom_rules::client_plans::{ClientPlans, RulesInUse};
 use transom_rules::compiled_config::CompiledConfig;
 use transom_rules::live_clients::LiveClients;
 use transom_runtime::clock::Clock;
@@ -21,8 +22,6 @@ use transom_store::shared_map::MapChange;
 
 /// The name of the data in the store, in metrics and in messages.
 const NAME: &str = "clients";
-/// Limits that are not in effect, in the log of one reload.
-const LOGGED_MAX: usize = 10;
 
 /// The thread that follows the clients. It ends when this is dropped.
 pub struct SharedClients {
@@ -31,6 +30,9 @@ pub struct SharedClients {
     /// Of the live clients.
     configured: (Clients, bool),
     limits_changed: Arc<Notify>,
+    rules: Arc<RulesInUse>,
+    /// The rules before, which some worker may still use.
+    pub former_rules: Option<Arc<RulesInUse>>,
     stop: oneshot::Sender<()>,
     thread: JoinHandle<()>,
 }
@@ -54,7 +56,7 @@ impl SharedClients {
             live.change(|plans| {
                 let contested = plans.contested().count();
                 match update {
-                    Update::All(entries) => load(plans, entries),
+                    Update::All(entries) => *plans = load(plans, plans, entries),
                     Update::Changes(changes) => {
                         let read = |change: &MapChange| read(&change.name, change.text.as_deref());
                         plans.change(changes.iter().map(|change| (&*change.name, read(change))));
@@ -66,7 +68,7 @@ impl SharedClients {
                     );
                 }
             });
-            if live.current().lacks_limit_plans() {
+            if live.current().is_ahead_of_rules() {
                 has_changed.notify_one();
             }
         };
@@ -75,41 +77,42 @@ impl SharedClients {
         let (stop, stopped) = oneshot::channel();
         let thread = spawn(NAME.to_owned(), move || follower.run(stopped))?;
         let limits_changed = Arc::clone(limits_changed);
-        Ok(Some(SharedClients { data, target, configured, limits_changed, stop, thread }))
+        let (rules, former_rules) = (Arc::new(RulesInUse), None);
+        Ok(Some(SharedClients { data, target, configured, limits_changed, rules, former_rules, stop, thread }))
     }
 
-    /// Gives the rules of a configuration the limits of single clients.
-    pub fn set_limits(&self, config: &mut Config) {
-        let plans = self.target().current();
-        let problems = config.set_client_limits(plans.limited_clients().map(|client| &***client));
-        for problem in problems.iter().take(LOGGED_MAX) {
-            tracing::warn!("limits of a client are not in effect: {problem}");
-        }
-    }
-
-    fn target(&self) -> Arc<LiveClients> {
+    /// The live clients.
+    pub fn target(&self) -> Arc<LiveClients> {
         Arc::clone(&self.target.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The live clients under a configuration, which has their limits: those that there are, unless it reads them in another way.
     pub fn live(&mut self, config: &Config, now_ms: u64) -> Option<Arc<LiveClients>> {
-        let (clients, mut plans) = clients_in_store(config)?;
+        let (clients, plans) = clients_in_store(config)?;
         let configured = (Clients { limit_texts: Vec::new(), ..clients.clone() }, plans.counts_clients());
-        if configured != self.configured || self.target().current().has_unused_limit_plans() {
+        if configured != self.configured {
             // No change gets lost meanwhile: the thread that makes changes waits.
             let copy = self.data.map.lock();
-            load(&mut plans, &copy.entries);
-            plans.apply_limits(now_ms);
+            let plans = load(&plans, &self.target().current(), &copy.entries);
             *self.target.lock().unwrap_or_else(PoisonError::into_inner) = LiveClients::new(plans);
             self.configured = configured;
         }
+        self.use_rules(config);
         let live = self.target();
-        live.change(|plans| plans.set_limit_plans(&clients.limit_texts));
+        live.change(|plans| plans.apply_limits(now_ms));
+        Some(live)
+    }
+
+    /// Notes that workers get the rules of a configuration.
+    pub fn use_rules(&mut self, config: &Config) {
+        let limits = config.clients.as_ref().map_or(&[][..], |clients| &clients.limit_texts);
+        let (live, mut rules) = (self.target(), None);
+        live.change(|plans| rules = Some(plans.use_rules(limits)));
+        self.former_rules = rules.map(|rules| std::mem::replace(&mut self.rules, rules));
         // Changed since the configuration got them.
-        if live.current().lacks_limit_plans() {
+        if live.current().is_ahead_of_rules() {
             self.limits_changed.notify_one();
         }
-        Some(live)
     }
 
     /// Ends the thread, once it has written the last copy.
@@ -130,13 +133,22 @@ fn clients_in_store(config: &Config) -> Option<(&Clients, ClientPlans)> {
     Some((clients, plans))
 }
 
-fn load(plans: &mut ClientPlans, entries: &Entries) {
-    *plans = plans.without_clients(entries.len());
-    plans.change(entries.iter().map(|(name, entry)| (&**name, read(name, Some(&entry.text)))));
+/// The clients in the store, with these sources.
+fn load(sources: &ClientPlans, former: &ClientPlans, entries: &Entries) -> ClientPlans {
+    let clients = entries.iter().map(|(name, entry)| (&**name, read(name, Some(&entry.text))));
+    sources.load(former, entries.len(), clients)
 }
 
 /// A client as the store has it. One that this gateway cannot read is logged, and unknown.
 fn read(name: &str, text: Option<&str>) -> Option<Client> {
     let client = Client::from_json(name, text?);
-    client.inspect_err(|error| tracing::warn!(client = name, "a client in the store is not known: {error}")).ok()
+    let client = client
+        .inspect_err(|error| tracing::warn!(client = name, "a client in the store is not known: {error}"))
+        .ok()?;
+    for ClientLimits { rule, unreadable, .. } in &client.limits {
+        if let Some(error) = unreadable {
+            tracing::warn!(client = name, rule, "limits of a client in the store are not in effect: {error}");
+        }
+    }
+    Some(client)
 }

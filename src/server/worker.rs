@@ -12,6 +12,7 @@ use super::PendingReload;
 use crate::downstream::drain::Drain;
 use crate::downstream::listener;
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
+use crate::notify::Marks;
 use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_config::RecordOutputs;
 use crate::proxy::worker_state::TopKeysQuery;
@@ -29,6 +30,13 @@ pub enum WorkerCommand {
         listener_config: Arc<ListenerConfig>,
         outputs: RecordOutputs,
         /// Dropped once the configuration is applied.
+        pending: Arc<PendingReload>,
+    },
+    /// Apply the configuration with other limits of single clients.
+    ApplyLimits {
+        served: Arc<ServedConfig>,
+        marks: Option<Arc<Marks>>,
+        /// As of a reload.
         pending: Arc<PendingReload>,
     },
     Drain(DrainTimes),
@@ -93,6 +101,10 @@ pub async fn run(
             WorkerCommand::Reload { served, listener_config, outputs, pending } => {
                 worker.apply_config(served, outputs);
                 listener_context.apply(listener_config);
+                drop(pending);
+            }
+            WorkerCommand::ApplyLimits { served, marks, pending } => {
+                worker.apply_limits(served, marks.as_ref());
                 drop(pending);
             }
             WorkerCommand::Drain(times) => {

@@ -6,6 +6,7 @@ use std::time::SystemTime;
 use serde_json::{Value, json};
 
 use crate::support::client::{Client, HttpResponse};
+use crate::support::gateway::{Gateway, START_S};
 use crate::support::process::{Process, run};
 use crate::support::redis::RedisServer;
 use crate::support::{TempDir, eventually_eq};
@@ -141,6 +142,29 @@ fn limits_of_a_client_in_the_file_replace_those_of_its_plan() {
     std::fs::write(gateway.scratch.path().join("clients.toml"), bad).unwrap();
     let (code, _, stderr) = run(&["check", path.to_str().unwrap()]);
     assert!(code == Some(2) && stderr.contains("clients.toml:5:22: rule `q` does not exist"), "{stderr}");
+}
+
+/// The time of windows may be another, such as that of the store.
+#[test]
+fn limits_end_by_the_wall_clock() {
+    let toml = config("", "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n");
+    let clients =
+        format!("{CLIENTS}until = {}\n", jiff::Timestamp::from_second((START_S + 3600).cast_signed()).unwrap());
+    let mut gateway = Gateway::start_with(&toml, &clients);
+    let limit = |gateway: &Gateway| {
+        gateway.decision("value", &json!({ "rule": "r", "client": "acme" })).expect(200).json()["limit"].clone()
+    };
+    gateway.advance_s(86_400);
+    gateway.clock.set_wall_clock(START_S * 1000);
+    gateway.end_limits();
+    assert_eq!(limit(&gateway), 4);
+    gateway.reload_with(&toml, &clients);
+    assert_eq!(limit(&gateway), 4, "a configuration that is compiled now");
+    gateway.clock.set_wall_clock((START_S + 3600) * 1000);
+    gateway.end_limits();
+    assert_eq!(limit(&gateway), 3);
+    gateway.reload_with(&toml, &clients);
+    assert_eq!(limit(&gateway), 3);
 }
 
 #[test]

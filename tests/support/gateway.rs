@@ -139,6 +139,11 @@ impl Gateway {
         self.inner.as_mut().unwrap().reload(parse_config(toml, &[])).unwrap_err().to_string()
     }
 
+    /// Ends the limits of clients whose time has come, which `cli::run` does at that time.
+    pub fn end_limits(&self) {
+        self.inner.as_ref().unwrap().end_limits();
+    }
+
     /// Drains the gateway, and returns when all of its threads have ended.
     pub fn stop(mut self) {
         self.inner.take().unwrap().drain();

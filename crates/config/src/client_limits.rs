@@ -19,6 +19,7 @@ use super::toml_reader::{Item, Table, nearest};
 use super::window::windows;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Plan, Rule};
+use transom_limiter::secret_digest::Digest;
 use transom_limiter::window::Windows;
 use transom_limiter::window_kind::WindowKind;
 
@@ -49,6 +50,8 @@ pub struct ClientLimits {
     pub layers: Vec<Limit>,
     /// The end of the limits, Unix milliseconds.
     pub until_ms: Option<u64>,
+    /// Why limits in the store cannot be read, if so: then they have no windows, and no effect.
+    pub unreadable: Option<String>,
 }
 
 /// Limits in the clients file, with the position of their rule.
@@ -73,7 +76,7 @@ fn read_limits(entry: &Item, report: &mut Report) -> Option<WrittenLimits> {
     let table = entry.table(format!("the limits in the rule {}", quoted(entry.key)), LIMITS_FIX, report)?;
     let windows = table.given("windows").map_or(Value::Null, |item| to_json(item.value));
     let ClientLimitSettings { windows: layers, until } = ClientLimitSettings::read_all(table, report);
-    let limits = ClientLimits { rule: entry.key.to_owned(), windows, layers, until_ms: until };
+    let limits = ClientLimits { rule: entry.key.to_owned(), windows, layers, until_ms: until, unreadable: None };
     Some(WrittenLimits { limits, span: entry.key_span.clone() })
 }
 
@@ -122,7 +125,24 @@ impl ClientLimits {
         let read = read_text_alone(&text, Path::new(""), "the limits", read);
         let problem = |Problem { message, fix, .. }: &Problem| format!("{message}: {fix}");
         let read = read.map_err(|problems| problems.iter().map(problem).collect::<Vec<_>>().join("; "))?;
-        Ok(ClientLimits { rule: rule.to_owned(), windows: windows.clone(), layers: read.windows, until_ms: read.until })
+        Ok(ClientLimits {
+            rule: rule.to_owned(),
+            windows: windows.clone(),
+            layers: read.windows,
+            until_ms: read.until,
+            unreadable: None,
+        })
+    }
+
+    /// As [`ClientLimits::from_json`]. Limits that cannot be read, such as those that a newer version has written, have no effect.
+    pub fn from_store(rule: &str, json: &Value) -> ClientLimits {
+        ClientLimits::from_json(rule, json).unwrap_or_else(|reason| ClientLimits {
+            rule: rule.to_owned(),
+            windows: json!([]),
+            layers: Vec::new(),
+            until_ms: None,
+            unreadable: Some(reason),
+        })
     }
 
     pub fn to_json(&self) -> Value {
@@ -207,17 +227,38 @@ impl ClientLimits {
     }
 }
 
+/// The limits of clients with a plan and the same windows of their own in some rules: the plan, then ` RULE=WINDOWS` for each rule.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct LimitsText {
+    pub text: String,
+    /// The digest of the text.
+    pub id: LimitsId,
+}
+
+/// Identifies a [`LimitsText`], on every gateway and under every configuration.
+pub type LimitsId = Digest;
+
+impl LimitsText {
+    fn new(text: String) -> LimitsText {
+        LimitsText { id: Digest::of(text.as_bytes()), text }
+    }
+
+    /// The plan, whose name has no blank.
+    pub fn plan(&self) -> &str {
+        self.text.split(' ').next().unwrap_or_default()
+    }
+}
+
 impl Client {
-    /// What distinguishes the limits of the client at a time from those of other clients: its plan, and its windows in some rules;
-    /// `None` if it has those of its plan. A plan has no blank in its name.
-    pub fn limits_text(&self, now_ms: u64) -> Option<String> {
+    /// What distinguishes the limits of the client at a time from those of other clients; `None` if it has those of its plan.
+    pub fn limits_text(&self, now_ms: u64) -> Option<LimitsText> {
         let current: Vec<String> =
             self.current_limits(now_ms).map(|limits| format!(" {}={}", limits.rule, limits.windows)).collect();
-        (!current.is_empty()).then(|| format!("{}{}", self.plan, current.concat()))
+        (!current.is_empty()).then(|| LimitsText::new(format!("{}{}", self.plan, current.concat())))
     }
 
     fn current_limits(&self, now_ms: u64) -> impl Iterator<Item = &ClientLimits> {
-        self.limits.iter().filter(move |limits| !limits.has_ended(now_ms))
+        self.limits.iter().filter(move |limits| !limits.has_ended(now_ms) && limits.unreadable.is_none())
     }
 }
 
@@ -246,7 +287,7 @@ impl Config {
                             let of_plan = self.rules[rule].variant_of_plan(&client.plan);
                             let concurrent = self.rules[rule].concurrent_of(of_plan);
                             let layers = limits.layers_in(&self.rules[rule]);
-                            added.push((rule, Plan { name: text.clone(), layers, concurrent }));
+                            added.push((rule, Plan { name: text.text.clone(), layers, concurrent }));
                         }
                         Err((message, _fix)) => {
                             problems.push(format!("client {}, rule {}: {message}", client.name, limits.rule));
@@ -261,5 +302,60 @@ impl Config {
         fill_calendars(self.rules.iter_mut().map(|rule| &mut rule.rule));
         self.clients.iter_mut().for_each(|clients| clients.limit_texts.clone_from(&texts));
         problems
+    }
+
+    /// Why limits of a client are not in effect, if so.
+    pub fn why_without_effect(&self, client: &Client, limits: &ClientLimits, now_ms: u64) -> Option<String> {
+        if let Some(reason) = &limits.unreadable {
+            return Some(format!("this gateway cannot read them: {reason}"));
+        }
+        if limits.has_ended(now_ms) {
+            return Some(String::from("they have ended"));
+        }
+        if let Err((message, _fix)) = limits.check(self.rules.iter()) {
+            return Some(message);
+        }
+        let text = client.limits_text(now_ms)?;
+        let mut of_rule = self.rules.iter().filter(|rule| rule.name == limits.rule);
+        if of_rule.any(|rule| rule.client_limits.iter().any(|known| known.name == text.text)) {
+            return None;
+        }
+        Some(String::from(match self.clients.iter().any(|clients| clients.limit_texts.contains(&text)) {
+            true => "the rule counts these windows in another way since a reload: they are in effect after a restart",
+            false => "this gateway does not use them yet",
+        }))
+    }
+
+    /// Takes windows of these rules from clients. Returns the limits that had them: the rule, and the text.
+    pub fn leave_out_client_windows(&mut self, windows: &[(String, Windows)]) -> Vec<(String, String)> {
+        let mut left_out = Vec::new();
+        for (name, windows) in windows {
+            let Some(rule) = self.rules.iter_mut().find(|rule| rule.name == *name) else { continue };
+            rule.rule.client_limits.retain(|limits| {
+                let has_windows = limits.layers.iter().any(|limit| limit.windows == *windows);
+                left_out.extend(has_windows.then(|| (name.clone(), limits.name.clone())));
+                !has_windows
+            });
+        }
+        left_out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_can_have_a_bounded_number_of_windows() {
+        let toml = "[upstreams.u]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"9/hour\"]\n\
+                    [[routes]]\npath = \"/\"\nupstream = \"u\"\nrules = [\"r\"]\n";
+        let config = crate::read(toml).unwrap();
+        let check = |windows: usize| {
+            let windows: Vec<String> = (1..=windows).map(|n| format!("{n}/{n}m")).collect();
+            let limits = ClientLimits::from_json("r", &json!({ "windows": windows })).unwrap();
+            limits.check(config.rules.iter()).map_err(|(message, _fix)| message)
+        };
+        assert_eq!(check(LAYERS_MAX), Ok(()));
+        assert_eq!(check(LAYERS_MAX + 1), Err(String::from("17 windows: a client can have up to 16 in a rule")));
     }
 }

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::client_limits::{ClientLimits, WrittenLimits, limits};
+use super::client_limits::{ClientLimits, LimitsText, WrittenLimits, limits};
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::key::{self, OnUnknownKey};
 use super::key_kind::{CLIENT_CERT, Identifies, JWT, KeyKind};
@@ -106,7 +106,7 @@ pub struct Clients {
     /// Sorted by name. Empty if the clients are in the store.
     pub list: Vec<Client>,
     /// [`Client::limits_text`] of all clients at all times, each once.
-    pub limit_texts: Vec<String>,
+    pub limit_texts: Vec<LimitsText>,
 }
 
 /// One client: requests with one of its API keys or subjects, or from one of its networks.
@@ -122,7 +122,8 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client as the store has it: JSON, with the settings of the clients file. Other members are for others.
+    /// A client as the store has it: JSON, with the settings of the clients file. Other members are for others. Limits that cannot be
+    /// read have no effect, the rest of the client has.
     ///
     /// # Errors
     ///
@@ -150,8 +151,24 @@ impl Client {
             api_keys: texts("api_keys")?.into_iter().map(digest).collect::<Result<_, _>>()?,
             subjects: texts("subjects")?.into_iter().map(str::to_owned).collect(),
             networks: texts("networks")?.into_iter().map(network).collect::<Result<_, _>>()?,
-            limits: limits.map(|(rule, limits)| ClientLimits::from_json(rule, limits)).collect::<Result<_, _>>()?,
+            limits: limits.map(|(rule, limits)| ClientLimits::from_store(rule, limits)).collect(),
         })
+    }
+
+    /// What changes keep of a client that [`Client::from_json`] cannot read: its keys and limits. It has no plan, so that it can be
+    /// replaced and removed, and not used.
+    pub fn readable_part(name: &str, text: &str) -> Client {
+        let client: Value = serde_json::from_str(text).unwrap_or_default();
+        let keys = client.get("api_keys").and_then(Value::as_array).into_iter().flatten();
+        let limits = client.get("limits").and_then(Value::as_object).into_iter().flatten();
+        Client {
+            name: name.to_owned(),
+            plan: String::new(),
+            api_keys: keys.filter_map(Value::as_str).filter_map(Digest::parse).collect(),
+            subjects: Vec::new(),
+            networks: Vec::new(),
+            limits: limits.map(|(rule, limits)| ClientLimits::from_store(rule, limits)).collect(),
+        }
     }
 }
 

@@ -216,6 +216,11 @@ impl Rule {
         }
     }
 
+    /// The name in metrics of all windows that only single clients have.
+    pub fn client_limits_name(&self) -> String {
+        format!("{}-client-limits", self.name)
+    }
+
     /// The plan of a variant; `None` for the default and for an override.
     pub fn plan_of(&self, variant: VariantId) -> Option<&Plan> {
         self.plans.get(variant.index().checked_sub(1)?)

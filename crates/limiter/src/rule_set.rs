@@ -93,6 +93,8 @@ struct NamedLayer {
     name: String,
     /// The suffix of the names of its counters in the store.
     suffix: String,
+    /// The position of the name under which its refusals are counted, see [`CompiledRule::limit_names`].
+    counted_name: usize,
 }
 
 /// A compiled rule.
@@ -111,6 +113,8 @@ pub struct CompiledRule {
     /// The most requests of a key in flight.
     pub(super) concurrent: IdVec<VariantId, Option<u32>>,
     concurrent_name: Option<String>,
+    /// See [`CompiledRule::limit_names`].
+    limit_names: Vec<String>,
     /// The requests that this rule delays.
     pub waiters: Arc<WaiterLimit>,
 }
@@ -190,9 +194,20 @@ impl CompiledRule {
         self.concurrent_name.as_deref()
     }
 
-    /// The names of all layers, then that of the limit of requests in flight.
+    /// The names by which refusals are counted: those of all layers, one for what only single clients have, and last that of the
+    /// limit of requests in flight. Their number does not depend on the number of clients.
     pub fn limit_names(&self) -> impl Iterator<Item = &str> {
-        self.layers.iter().map(|named| named.name.as_str()).chain(self.concurrent_name())
+        self.limit_names.iter().map(String::as_str)
+    }
+
+    /// The position of the name of a layer in [`CompiledRule::limit_names`].
+    pub fn counted_name(&self, layer: LayerId) -> usize {
+        self.named_layer(layer).counted_name
+    }
+
+    /// The layers of the variants that do not come and go with single clients.
+    fn fixed_layers(&self) -> impl Iterator<Item = (&Limit, &CompiledLayer)> {
+        self.rule.fixed_variants().flatten().zip(self.compiled_layers())
     }
 
     /// The variants of the rule, each with its layers and their limits as configured.
@@ -222,6 +237,18 @@ fn bucket_group(typical_ms: u64) -> u64 {
         3_600_001..=604_800_000 => 2,
         _ => 3,
     }
+}
+
+/// Appends a name. Returns its position.
+fn push(names: &mut Vec<String>, name: String) -> usize {
+    names.push(name);
+    names.len() - 1
+}
+
+/// The position of a name, or else of `other`, which is appended if it is missing.
+fn known_or_push(names: &mut Vec<String>, name: &str, other: impl Fn() -> String) -> usize {
+    let position = |names: &[String], name: &str| names.iter().position(|known| known == name);
+    position(names, name).or_else(|| position(names, &other())).unwrap_or_else(|| push(names, other()))
 }
 
 /// The setting whose change gave a layer of a rule other counters.
@@ -298,10 +325,9 @@ impl RuleSet {
             if let Some(changed) = known.and_then(toggled) {
                 return Some(changed);
             }
-            for (limit, layer) in compiled.rule.variants().flatten().zip(compiled.compiled_layers()) {
-                let same_windows =
-                    |other: &&CompiledLayer| *former.windows_of(other) == limit.windows && !other.is_penalty();
-                let known = known.and_then(|known| Some((known, known.compiled_layers().find(same_windows)?)));
+            for (limit, layer) in compiled.fixed_layers() {
+                let same_windows = |(other, _): &(&Limit, &CompiledLayer)| other.windows == limit.windows;
+                let known = known.and_then(|known| Some((known, known.fixed_layers().find(same_windows)?.1)));
                 if let Some((known, other)) = known.filter(|(_, other)| other.id != layer.id) {
                     return Some(change(limit, changed_setting(&compiled.rule, &known.rule, layer, other)));
                 }
@@ -310,26 +336,58 @@ impl RuleSet {
         None
     }
 
+    /// The rules and windows of single clients that have other counters in this rule set than in `former`. Unlike those that
+    /// [`RuleSet::changed_counters`] finds, the operator has not written them into the rule: they must not prevent a change of it.
+    pub fn changed_client_windows(&self, former: &RuleSet) -> Vec<(String, Windows)> {
+        let mut changed = Vec::new();
+        for compiled in &self.rules {
+            let Some(known) = former.rules.iter().find(|known| known.hash_prefix == compiled.hash_prefix) else {
+                continue;
+            };
+            let layers = compiled.rule.variants().flatten().zip(compiled.compiled_layers());
+            for (limit, layer) in layers.skip(compiled.rule.fixed_variants().flatten().count()) {
+                let mut others = known.rule.variants().flatten().zip(known.compiled_layers());
+                let is_changed = others.any(|(other, known)| other.windows == limit.windows && known.id != layer.id);
+                let name = (compiled.rule.name.clone(), limit.windows.clone());
+                if is_changed && !changed.contains(&name) {
+                    changed.push(name);
+                }
+            }
+        }
+        changed
+    }
+
     fn compile_rule(&mut self, id: RuleId, rule: &Rule, seed: Seed) -> CompiledRule {
         let mut hashes = identity::layers(rule).into_iter().map(|identity| identity.hash(seed));
         let segments = WindowSegments::of(rule);
         let (mut layers, mut variants) = (Vec::new(), IdVec::new());
-        for limits in rule.variants() {
+        let mut limit_names: Vec<String> = Vec::new();
+        let fixed = rule.fixed_variants().count();
+        for (position, limits) in rule.variants().enumerate() {
             let first = layers.len();
             for limit in limits {
+                let name = rule.layer_name(limits, limit);
+                let counted_name = match position < fixed {
+                    true => push(&mut limit_names, name.clone()),
+                    false => known_or_push(&mut limit_names, &name, || rule.client_limits_name()),
+                };
                 layers.extend(hashes.next().map(|hash| NamedLayer {
                     layer: self.compile_layer(rule, limit, hash),
-                    name: rule.layer_name(limits, limit),
+                    name,
                     suffix: segments.segment(&limit.windows).to_owned(),
+                    counted_name,
                 }));
             }
             variants.push(first..layers.len());
         }
         let penalty = rule.penalty_ms.zip(rule.penalty_name()).zip(hashes.next()).map(|((period_ms, name), hash)| {
             let layer = self.compile_penalty(rule, period_ms, hash);
-            layers.push(NamedLayer { layer, name, suffix: ":penalty".to_owned() });
+            let counted_name = push(&mut limit_names, name.clone());
+            layers.push(NamedLayer { layer, name, suffix: ":penalty".to_owned(), counted_name });
             LayerId::new(id, layers.len() - 1)
         });
+        let concurrent_name = rule.concurrent_name();
+        limit_names.extend(concurrent_name.clone());
         let max_waiting = match rule.on_limit {
             OnLimit::Delay { max_waiting, .. } => u64::from(max_waiting),
             OnLimit::Refuse | OnLimit::Shadow => 0,
@@ -341,7 +399,8 @@ impl RuleSet {
             variants,
             penalty,
             concurrent: rule.concurrent_variants().collect(),
-            concurrent_name: rule.concurrent_name(),
+            concurrent_name,
+            limit_names,
             waiters: WaiterLimit::new(max_waiting),
             rule: rule.clone(),
         }
@@ -396,6 +455,11 @@ impl RuleSet {
             is_settled_later: rule.has_response_cost(),
             rank: (rule.key.contains(&KeyPart::GLOBAL), limit.tokens, typical_ms),
         }
+    }
+
+    /// Whether the limits of all rules are counted by the same names as in `former`.
+    pub fn has_limit_names_of(&self, former: &RuleSet) -> bool {
+        self.rules.iter().map(|rule| &rule.limit_names).eq(former.rules.iter().map(|rule| &rule.limit_names))
     }
 
     /// The time of a decision by this rule set.

@@ -218,6 +218,11 @@ impl<'a> WindowVerdict<'a> {
         self.rule().layer_name(self.charge.layer.id)
     }
 
+    /// The position of the name by which refusals of the window are counted, see [`CompiledRule::limit_names`].
+    pub fn counted_name(self) -> usize {
+        self.rule().counted_name(self.charge.layer.id)
+    }
+
     /// Whether the window has too few tokens left for the request.
     #[inline]
     pub fn is_full(self) -> bool {

@@ -6,11 +6,11 @@
 //! keys are stored as digests only (`transom_limiter::secret_digest`).
 
 use std::cell::OnceCell;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::hash::BuildHasher;
 use std::net::IpAddr;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use foldhash::fast::RandomState;
 use serde_json::{Value, json};
@@ -19,13 +19,14 @@ use smallvec::SmallVec;
 use super::PlanId;
 use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::sharded_table::ShardedTable;
+use transom_config::client_limits::{LimitsId, LimitsText};
 use transom_config::clients::{Client, Clients};
 use transom_config::key::OnUnknownKey;
 use transom_config::key_kind::{CLIENT, Credentials, Identifies, KeyKind, is_secret_part, number as kind};
 use transom_http::error::{NoClient, RequestError};
 use transom_http::request_values::bearer_token;
 use transom_jwt::token::{TokenError, may_be_token};
-use transom_limiter::handles::{Handle as _, IdVec, VariantId};
+use transom_limiter::handles::{Handle as _, IdVec};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;
@@ -39,8 +40,6 @@ const SUBJECT: &str = "subject:";
 const UNDEFINED_PLANS_MAX: usize = 64;
 /// Those that were logged, by any configuration of the process.
 static UNDEFINED_PLANS: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-/// Limits that may be plans while no client has them.
-const UNUSED_PLANS_MAX: usize = 1000;
 
 /// All clients, and where requests name them.
 #[derive(Clone, Debug)]
@@ -51,25 +50,29 @@ pub struct ClientPlans {
     by_subject: ShardedTable<(Arc<KnownClient>, u32)>,
     by_network: Arc<ClientNetworks>,
     /// Clients that are unknown because no rule defines their plan. Other clients cannot get their keys, subjects and networks.
-    without_plan: Arc<BTreeMap<String, Client>>,
+    without_plan: ShardedTable<Arc<Client>>,
     contested: Arc<Contested>,
     /// The number of the next client.
     next_number: usize,
     limits: LimitedClients,
 }
 
-/// The clients with limits of their own. What distinguishes their limits ([`Client::limits_text`]) is a plan without a name.
-#[derive(Clone, Default, Debug)]
+/// The clients with limits of their own.
+#[derive(Clone, Debug)]
 struct LimitedClients {
-    names: Arc<BTreeSet<String>>,
-    /// The plans by their texts, numbered after those with names. They keep their numbers.
-    plans: Arc<HashMap<String, LimitPlan>>,
+    by_name: ShardedTable<Arc<KnownClient>>,
+    /// The limits that the current rules have.
+    of_rules: Arc<HashSet<LimitsId>>,
+    /// The same of earlier rules, which are in use as long as the value exists.
+    of_former_rules: Vec<(Weak<RulesInUse>, Arc<HashSet<LimitsId>>)>,
+    /// Of the current rules.
+    in_use: Weak<RulesInUse>,
     /// The time as of which limits are in effect, Unix milliseconds.
     at_ms: u64,
     /// When the next limits end, or earlier.
     next_end_ms: Option<u64>,
-    /// Whether a client has limits that are no plan yet.
-    lacks_plans: bool,
+    /// Whether a client has limits that the current rules lack.
+    is_ahead: bool,
 }
 
 /// Keys and subjects that several clients in the store have, which the API prevents, with the names of these clients. The key or
@@ -85,7 +88,7 @@ enum Identifier {
 /// Where requests name clients, and the plans that clients can have: what the configuration says.
 #[derive(Debug)]
 pub struct ClientSources {
-    /// Names of the plans that a client can have, sorted. Limits of single clients are plans after these.
+    /// Names of the plans that a client can have, sorted.
     pub plans: IdVec<PlanId, String>,
     api_keys: Vec<ClientSource>,
     subject: Option<ClientSource>,
@@ -98,22 +101,42 @@ pub struct ClientSources {
     hasher: RandomState,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct LimitPlan {
-    id: PlanId,
-    /// Whether the current rules have its windows.
-    is_compiled: bool,
-}
+/// Exists as long as some worker may use certain rules.
+#[derive(Debug)]
+pub struct RulesInUse;
 
 impl LimitedClients {
-    /// The plan of a text, if the current rules have its windows.
-    fn plan(&self, text: &str) -> Option<PlanId> {
-        self.plans.get(text).filter(|plan| plan.is_compiled).map(|plan| plan.id)
+    fn new(limits: &[LimitsText]) -> LimitedClients {
+        LimitedClients {
+            by_name: ShardedTable::for_entries(0),
+            of_rules: Arc::new(limits.iter().map(|limits| limits.id).collect()),
+            of_former_rules: Vec::new(),
+            in_use: Weak::new(),
+            at_ms: 0,
+            next_end_ms: None,
+            is_ahead: false,
+        }
     }
 
-    /// Whether the limits of a client are no plan yet.
-    fn lacks_plan_of(&self, client: &Client) -> bool {
-        client.limits_text(self.at_ms).is_some_and(|text| self.plan(&text).is_none())
+    /// The limits that the rules have which some worker may use.
+    fn in_use(&self) -> impl Iterator<Item = &HashSet<LimitsId>> {
+        let former = self.of_former_rules.iter().filter(|(in_use, _)| in_use.strong_count() > 0);
+        former.map(|(_, limits)| &**limits).chain([&*self.of_rules])
+    }
+
+    /// The limits of a client, the latest first: those that it has now, and former ones, as far as some rules in use lack the later
+    /// ones. So each worker uses the latest ones that its rules have.
+    fn history(&self, client: &Client, former: Option<&KnownClient>) -> Box<[LimitsId]> {
+        let Some(LimitsText { id: latest, .. }) = client.limits_text(self.at_ms) else { return Box::default() };
+        let former = former.map_or(&[][..], |former| &former.limits_history);
+        let lack_latest = self.in_use().filter(|limits| !limits.contains(&latest));
+        let needed: Vec<&LimitsId> =
+            lack_latest.filter_map(|limits| former.iter().find(|id| limits.contains(*id))).collect();
+        std::iter::once(latest).chain(former.iter().copied().filter(|id| needed.contains(&id))).collect()
+    }
+
+    fn are_current_rules_behind(&self, client: &KnownClient) -> bool {
+        client.limits_history.first().is_some_and(|latest| !self.of_rules.contains(latest))
     }
 }
 
@@ -121,9 +144,32 @@ impl LimitedClients {
 #[derive(Debug)]
 pub struct KnownClient {
     client: Client,
-    pub plan_id: PlanId,
+    plan_id: PlanId,
+    /// See [`LimitedClients::history`]. Empty if the client has the limits of its plan.
+    limits_history: Box<[LimitsId]>,
     /// Distinguishes it from the other clients and their former states.
     pub number: usize,
+}
+
+/// The plan of a client, and its own limits.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ClientPlan<'c> {
+    pub id: PlanId,
+    /// The latest first. The first ones that the rules have apply.
+    pub limits: &'c [LimitsId],
+}
+
+impl ClientPlan<'_> {
+    /// A plan of a caller without limits of its own.
+    fn without_limits(id: PlanId) -> Self {
+        ClientPlan { id, limits: &[] }
+    }
+}
+
+impl KnownClient {
+    pub fn plan(&self) -> ClientPlan<'_> {
+        ClientPlan { id: self.plan_id, limits: &self.limits_history }
+    }
 }
 
 impl Deref for KnownClient {
@@ -280,70 +326,71 @@ impl ClientPlans {
             by_api_key: ShardedTable::for_entries(clients),
             by_subject: ShardedTable::for_entries(0),
             by_network: Arc::new(ClientNetworks::new(BTreeMap::new())),
-            without_plan: Arc::default(),
+            without_plan: ShardedTable::for_entries(0),
             contested: Arc::default(),
             next_number: 0,
-            limits: LimitedClients::default(),
+            limits: LimitedClients::new(&configured.limit_texts),
         };
-        plans.set_limit_plans(&configured.limit_texts);
         plans.change(configured.list.iter().map(|client| (client.name.as_str(), Some(client.clone()))));
         plans
     }
 
-    /// These sources, without clients.
-    pub fn without_clients(&self, clients: usize) -> ClientPlans {
-        ClientPlans {
+    /// Other clients with these sources. `former`: the clients before, of which those that stay keep their numbers, and their limits
+    /// until rules have new ones.
+    pub fn load<'c>(
+        &self,
+        former: &ClientPlans,
+        count: usize,
+        clients: impl Iterator<Item = (&'c str, Option<Client>)>,
+    ) -> ClientPlans {
+        let mut loaded = ClientPlans {
             sources: Arc::clone(&self.sources),
-            by_name: ShardedTable::for_entries(clients),
-            by_api_key: ShardedTable::for_entries(clients),
+            by_name: ShardedTable::for_entries(count),
+            by_api_key: ShardedTable::for_entries(count),
             by_subject: ShardedTable::for_entries(0),
             by_network: Arc::new(ClientNetworks::new(BTreeMap::new())),
-            without_plan: Arc::default(),
+            without_plan: ShardedTable::for_entries(0),
             contested: Arc::default(),
-            next_number: self.next_number,
+            next_number: former.next_number,
             limits: LimitedClients {
-                names: Arc::default(),
+                by_name: ShardedTable::for_entries(0),
+                at_ms: former.limits.at_ms,
                 next_end_ms: None,
-                lacks_plans: false,
+                is_ahead: false,
                 ..self.limits.clone()
             },
-        }
-    }
-
-    /// Makes plans of the limits that the rules have for single clients from now on, see [`Clients::limit_texts`].
-    pub fn set_limit_plans(&mut self, texts: &[String]) {
-        let plans = Arc::make_mut(&mut self.limits.plans);
-        plans.values_mut().for_each(|plan| plan.is_compiled = false);
-        for text in texts {
-            let id = PlanId::at(self.sources.plans.len() + plans.len());
-            plans.entry(text.clone()).or_insert(LimitPlan { id, is_compiled: true }).is_compiled = true;
-        }
-        let lacks_plans = self.limited_clients().any(|client| self.limits.lacks_plan_of(client));
-        self.limits.lacks_plans = lacks_plans;
-    }
-
-    /// Whether a client has limits that are no plan yet: it has those from before.
-    pub fn lacks_limit_plans(&self) -> bool {
-        self.limits.lacks_plans
-    }
-
-    /// Whether the client of this name has other limits than it should have.
-    pub fn lacks_limits_of(&self, name: &str) -> bool {
-        let wanted = |client: &KnownClient| match client.limits_text(self.limits.at_ms) {
-            Some(text) => self.limits.plan(&text),
-            None => self.plan_named(&client.plan),
         };
-        self.named(name).is_some_and(|client| wanted(client) != Some(client.plan_id))
+        loaded.change_from(Some(former), clients);
+        loaded
     }
 
-    /// Whether far more limits are plans than clients have.
-    pub fn has_unused_limit_plans(&self) -> bool {
-        self.limits.plans.len() > UNUSED_PLANS_MAX + 4 * self.limits.names.len()
+    /// Notes that workers get rules which have these limits, see [`Clients::limit_texts`]. To be kept until all workers use later ones.
+    pub fn use_rules(&mut self, limits: &[LimitsText]) -> Arc<RulesInUse> {
+        let in_use = Arc::new(RulesInUse);
+        let former =
+            (std::mem::replace(&mut self.limits.in_use, Arc::downgrade(&in_use)), Arc::clone(&self.limits.of_rules));
+        self.limits.of_former_rules.push(former);
+        self.limits.of_former_rules.retain(|(in_use, _)| in_use.strong_count() > 0);
+        self.limits.of_rules = Arc::new(limits.iter().map(|limits| limits.id).collect());
+        let is_ahead = self.limited_clients().any(|client| self.limits.are_current_rules_behind(client));
+        self.limits.is_ahead = is_ahead;
+        in_use
+    }
+
+    /// Whether a client has limits that the current rules lack: where it has others from before, it keeps those.
+    pub fn is_ahead_of_rules(&self) -> bool {
+        self.limits.is_ahead
+    }
+
+    /// Whether all workers use the limits that the client of this name has.
+    pub fn uses_limits_of(&self, name: &str) -> bool {
+        let latest = self.named(name).and_then(|client| client.limits_history.first());
+        latest.is_none_or(|latest| self.limits.in_use().all(|limits| limits.contains(latest)))
     }
 
     /// The clients with limits of their own.
     pub fn limited_clients(&self) -> impl Iterator<Item = &Arc<KnownClient>> {
-        self.limits.names.iter().filter_map(|name| self.named(name))
+        self.limits.by_name.iter()
     }
 
     /// When limits of some client end, or earlier, Unix milliseconds.
@@ -357,39 +404,24 @@ impl ClientPlans {
         let ends = self.limited_clients().flat_map(|client| client.limits.iter().filter_map(|limits| limits.until_ms));
         self.limits.next_end_ms = ends.filter(|end_ms| *end_ms > now_ms).min();
         let has_changed = |client: &&Arc<KnownClient>| {
-            let plan = self.plan_named(&client.plan);
-            plan.is_some_and(|plan| self.plan_with_limits(client, plan, Some(client)) != client.plan_id)
+            client.limits_text(now_ms).map(|limits| limits.id) != client.limits_history.first().copied()
         };
         let changed: Vec<Client> =
             self.limited_clients().filter(has_changed).map(|client| Client::clone(client)).collect();
         self.change(changed.iter().map(|client| (client.name.as_str(), Some(client.clone()))));
     }
 
-    /// The plan of a client with the windows that it has of its own, or the plan that its name says. While the former is not known,
-    /// the client keeps all limits from before.
-    fn plan_with_limits(&self, client: &Client, named: PlanId, former: Option<&KnownClient>) -> PlanId {
-        let Some(text) = client.limits_text(self.limits.at_ms) else { return named };
-        let from_before = || former.map_or(named, |former| former.plan_id);
-        self.limits.plan(&text).unwrap_or_else(from_before)
-    }
-
-    /// The variant of a rule for each plan. `of_limits`: for windows of single clients, by their texts.
-    pub fn variants_of_plans(
-        &self,
-        of_plan: impl Fn(&str) -> VariantId,
-        of_limits: &HashMap<&str, VariantId>,
-    ) -> IdVec<PlanId, VariantId> {
-        let mut variants = self.sources.plans.map(|plan| of_plan(plan));
-        variants.resize(self.sources.plans.len() + self.limits.plans.len(), VariantId::DEFAULT);
-        for (text, plan) in &*self.limits.plans {
-            let plan_name = text.split(' ').next().unwrap_or_default();
-            variants[plan.id] = of_limits.get(text.as_str()).copied().unwrap_or_else(|| of_plan(plan_name));
-        }
-        variants
-    }
-
     /// Sets or removes clients. One whose plan no rule defines is unknown.
     pub fn change<'c>(&mut self, changes: impl Iterator<Item = (&'c str, Option<Client>)>) {
+        self.change_from(None, changes);
+    }
+
+    /// `loaded`: the clients before, if all are loaded.
+    fn change_from<'c>(
+        &mut self,
+        loaded: Option<&ClientPlans>,
+        changes: impl Iterator<Item = (&'c str, Option<Client>)>,
+    ) {
         let mut networked = None;
         for (name, client) in changes {
             let former = self.named(name).cloned();
@@ -399,31 +431,24 @@ impl ClientPlans {
             {
                 networked.get_or_insert_with(|| self.by_network.by_name.clone()).remove(name);
             }
-            let number = match &former {
-                Some(former) => {
-                    self.remove(former);
-                    let has_same_plan = client.as_ref().is_some_and(|client| client.plan == former.plan);
-                    if has_same_plan { former.number } else { self.next_number }
-                }
-                None => self.next_number,
-            };
-            if former.as_deref().is_some_and(|former| !former.limits.is_empty()) {
-                Arc::make_mut(&mut self.limits.names).remove(name);
-            }
-            if self.without_plan.contains_key(name) {
-                Arc::make_mut(&mut self.without_plan).remove(name);
-            }
+            former.iter().for_each(|former| self.remove(former));
+            let hash = self.hasher.hash_one(name);
+            self.without_plan.remove(hash, |known| known.name == name);
             let Some(client) = client else { continue };
-            let Some(plan) = plan else {
-                Arc::make_mut(&mut self.without_plan).insert(name.to_owned(), client);
+            let Some(plan_id) = plan else {
+                let sources = Arc::clone(&self.sources);
+                self.without_plan.insert(Arc::new(client), |client| sources.hasher.hash_one(client.name.as_str()));
                 continue;
             };
-            let plan_id = self.plan_with_limits(&client, plan, former.as_deref());
+            let former = former.or_else(|| loaded?.named(name).cloned());
+            let same = former.as_deref().filter(|former| former.plan == client.plan);
+            let number = same.map_or(self.next_number, |former| former.number);
+            let limits_history = self.limits.history(&client, former.as_deref());
+            self.next_number = self.next_number.max(number + 1);
+            let client = Arc::new(KnownClient { client, plan_id, limits_history, number });
             if !client.limits.is_empty() {
                 self.note_limits(&client);
             }
-            self.next_number = self.next_number.max(number + 1);
-            let client = Arc::new(KnownClient { client, plan_id, number });
             if let (Some(networked), true) = (&mut networked, has_networks(&client)) {
                 networked.insert(name.to_owned(), Arc::clone(&client));
             }
@@ -434,12 +459,12 @@ impl ClientPlans {
         }
     }
 
-    fn note_limits(&mut self, client: &Client) {
-        let limits = &mut self.limits;
-        Arc::make_mut(&mut limits.names).insert(client.name.clone());
-        limits.lacks_plans |= limits.lacks_plan_of(client);
+    fn note_limits(&mut self, client: &Arc<KnownClient>) {
+        let (limits, sources) = (&mut self.limits, &self.sources);
+        limits.is_ahead |= limits.are_current_rules_behind(client);
         let ends = client.limits.iter().filter_map(|limits| limits.until_ms).filter(|end_ms| *end_ms > limits.at_ms);
         limits.next_end_ms = ends.chain(limits.next_end_ms).min();
+        limits.by_name.insert(Arc::clone(client), |client| sources.hash_of_name(client));
     }
 
     fn insert(&mut self, client: Arc<KnownClient>) {
@@ -498,7 +523,11 @@ impl ClientPlans {
     }
 
     fn remove(&mut self, client: &Arc<KnownClient>) {
-        self.by_name.remove(self.sources.hash_of_name(client), |known| Arc::ptr_eq(known, client));
+        let hash = self.sources.hash_of_name(client);
+        self.by_name.remove(hash, |known| Arc::ptr_eq(known, client));
+        if !client.limits.is_empty() {
+            self.limits.by_name.remove(hash, |known| Arc::ptr_eq(known, client));
+        }
         let keys = client.api_keys.iter().map(|key| Identifier::ApiKey(*key));
         let subjects = client.subjects.iter().map(|subject| Identifier::Subject(subject.clone()));
         for identifier in keys.chain(subjects) {
@@ -546,7 +575,7 @@ impl ClientPlans {
         let mut owners = keys.chain(subjects).chain(networks.map(|owner| ("network", &**owner)));
         let known = owners.find(|(_, owner)| other(owner)).map(|(what, owner)| (what, owner.name.as_str()));
         known.or_else(|| {
-            let mut others = self.without_plan.values().filter(|owner| owner.name != client.name);
+            let mut others = self.without_plan.iter().filter(|owner| owner.name != client.name);
             others.find_map(|owner| Some((owner.shares_with(client)?, owner.name.as_str())))
         })
     }
@@ -653,6 +682,11 @@ impl ClientPlans {
         found.map(|(client, _)| &**client)
     }
 
+    /// The client with the most specific network that contains an address.
+    pub fn client_of_network(&self, address: IpAddr) -> Option<&KnownClient> {
+        self.by_network.most_specific(address)
+    }
+
     /// The client that the value of a part of a rule's key names.
     pub fn named_by(&self, part: &ClientPart, value: &[u8]) -> CallerIdentity<'_> {
         let by_name = || self.named(std::str::from_utf8(value).ok()?).map(|client| &**client);
@@ -675,10 +709,10 @@ impl ClientPlans {
         named.by_api_key.or(named.by_subject).map(|client| client.name.as_str())
     }
 
-    fn plan_of_named(&self, named: Named<'_>) -> Option<PlanId> {
+    fn plan_of_named<'c>(&self, named: Named<'c>) -> Option<ClientPlan<'c>> {
         match named {
-            Named::Client(client) => Some(client.plan_id),
-            Named::OfPlan(plan) => Some(plan),
+            Named::Client(client) => Some(client.plan()),
+            Named::OfPlan(plan) => Some(ClientPlan::without_limits(plan)),
             Named::Absent | Named::Unknown => None,
         }
     }
@@ -700,8 +734,8 @@ impl ClientPlans {
     }
 
     /// The plan of [`ClientPlans::client_of`].
-    pub fn plan_of(&self, caller: &CallerIdentity<'_>) -> Option<PlanId> {
-        self.client_of(caller).map(|client| client.plan_id)
+    pub fn plan_of<'c>(&'c self, caller: &CallerIdentity<'c>) -> Option<ClientPlan<'c>> {
+        self.client_of(caller).map(KnownClient::plan)
     }
 }
 
@@ -803,7 +837,7 @@ impl<'a> ClientLookup<'a> {
     }
 
     /// The plan of [`ClientLookup::client_of`], or of the token, if its subject has none.
-    pub fn plan_of(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, LookupError<'a>> {
+    pub fn plan_of(&self, request: &RequestAttributes<'_>) -> Result<Option<ClientPlan<'a>>, LookupError<'a>> {
         let Some(plans) = self.plans else { return Ok(None) };
         Ok(plans.plan_of_named(self.first_found(plans, request)?))
     }
@@ -843,10 +877,10 @@ impl<'a> ClientLookup<'a> {
     }
 
     /// The plan of [`ClientLookup::identity`].
-    pub fn plan_of_identity(&self, request: &RequestAttributes<'_>) -> Result<Option<PlanId>, LookupError<'a>> {
+    pub fn plan_of_identity(&self, request: &RequestAttributes<'_>) -> Result<Option<ClientPlan<'a>>, LookupError<'a>> {
         Ok(match self.identity(request)? {
-            Identity::Client(client) => Some(client.plan_id),
-            Identity::Subject(plan) => Some(plan),
+            Identity::Client(client) => Some(client.plan()),
+            Identity::Subject(plan) => Some(ClientPlan::without_limits(plan)),
             Identity::Unknown | Identity::Missing => None,
         })
     }
@@ -1076,6 +1110,7 @@ mod tests {
 
     use super::*;
     use crate::compiled_config::CompiledConfig;
+    use crate::overrides::KnownPlans;
     use crate::rate_limit_key::RuleKey;
 
     const TOML: &str = "[clients]\nfile = \"clients.toml\"\napi_key = \"bearer\"\n[upstreams.u]\nbuiltin = \"echo\"\n\
@@ -1099,8 +1134,9 @@ mod tests {
         let rule_set = RuleSet::new(config.limiter_rules(), Seed(1, 2), None);
         [0, 1].map(|rule| {
             let rule = &rule_set.rules[RuleId::at(rule)];
-            let overrides = RuleKey::compile_overrides(rule, Some(plans), Seed(1, 2)).unwrap();
-            let variant = overrides.variant_of(plans.named(name).map(|client| client.plan_id));
+            let known = KnownPlans { names: &plans.plans, limits: &config.clients.as_ref().unwrap().limit_texts };
+            let overrides = RuleKey::compile_overrides(rule, Some(known), Seed(1, 2)).unwrap();
+            let variant = overrides.variant_of(plans.named(name).map(|client| client.plan()));
             rule.rule.variants().nth(variant.index()).unwrap()[0].tokens
         })
     }
@@ -1125,42 +1161,64 @@ mod tests {
         }
     }
 
+    /// Rules, and whether workers still use them.
+    type Rules = (Config, Arc<RulesInUse>);
+
+    /// The rules with the limits of the clients, which the first worker uses from now on.
+    fn compile(config: &Config, plans: &mut ClientPlans) -> Rules {
+        let mut config = config.clone();
+        assert!(config.set_client_limits(plans.limited_clients().map(|client| &***client)).is_empty());
+        let in_use = plans.use_rules(&config.clients.as_ref().unwrap().limit_texts);
+        assert!(!plans.is_ahead_of_rules());
+        (config, in_use)
+    }
+
     #[test]
-    fn new_limits_apply_once_the_rules_have_them() {
+    fn a_worker_uses_the_latest_limits_that_its_rules_have() {
         let other = "[clients.other]\nplan = \"silver\"\napi_keys = []\n";
-        let mut config = config(&format!("[clients.acme]\nplan = \"gold\"\napi_keys = []\n{other}"));
+        let config = config(&format!("[clients.acme]\nplan = \"gold\"\napi_keys = []\n{other}"));
         let mut plans = CompiledConfig::client_plans(&config).unwrap();
-        let mut set = |plans: &mut ClientPlans, clients: &[Client]| {
-            plans.change(clients.iter().map(|client| (client.name.as_str(), Some(client.clone()))));
-            let before = plans.lacks_limit_plans().then(|| limits(&config, plans, "acme"));
-            let limited: Vec<Client> = plans.limited_clients().map(|client| Client::clone(client)).collect();
-            assert_eq!(config.set_client_limits(limited.iter()), Vec::<String>::new());
-            plans.set_limit_plans(&config.clients.as_ref().unwrap().limit_texts);
-            plans.apply_limits(0);
-            assert!(!plans.lacks_limit_plans());
-            (before, limits(&config, plans, "acme"))
-        };
         let of_r = |limit: u32| {
             format!(
                 "{{ \"r\": {{ \"windows\": [\"{limit}/hour\"] }}, \"of another gateway\": {{ \"windows\": [\"1/day\"] }} }}"
             )
         };
-        let both = [client("acme", &of_r(50)), client("beta", &of_r(50))];
-        assert_eq!(set(&mut plans, &both), (Some([20, 30]), [50, 30]));
-        assert_eq!(
-            plans.named("acme").unwrap().plan_id,
-            plans.named("beta").unwrap().plan_id,
-            "equal limits are one plan"
-        );
-        // Those from before apply meanwhile.
-        assert_eq!(set(&mut plans, &[client("acme", &of_r(60))]), (Some([50, 30]), [60, 30]));
-        assert_eq!(set(&mut plans, &[client("acme", &of_r(50))]), (None, [50, 30]));
-        // The rules have forgotten the limits of 60.
-        assert_eq!(set(&mut plans, &[client("acme", &of_r(60))]), (Some([50, 30]), [60, 30]));
-        // So do those of another plan.
-        let silver = Client { plan: "silver".to_owned(), ..client("acme", &of_r(60)) };
-        assert_eq!(set(&mut plans, &[silver]), (Some([60, 30]), [60, 40]));
-        assert_eq!(set(&mut plans, &[client("acme", "{}")]), (None, [20, 30]));
+        let set = |plans: &mut ClientPlans, client: &Client| {
+            plans.change([(client.name.as_str(), Some(client.clone()))].into_iter());
+        };
+        let of_acme = |rules: &Rules, plans: &ClientPlans| limits(&rules.0, plans, "acme");
+        let none = compile(&config, &mut plans);
+        [client("acme", &of_r(50)), client("beta", &of_r(50))].iter().for_each(|client| set(&mut plans, client));
+        assert!(plans.is_ahead_of_rules() && !plans.uses_limits_of("acme"));
+        assert_eq!(of_acme(&none, &plans), [20, 30]);
+        let fifty = compile(&config, &mut plans);
+        let of_both = ["acme", "beta"].map(|name| plans.named(name).unwrap().plan());
+        assert_eq!(of_both[0], of_both[1], "equal limits are one plan");
+        // One worker is late.
+        assert!(!plans.uses_limits_of("acme"));
+        assert_eq!([&none, &fifty].map(|rules| of_acme(rules, &plans)), [[20, 30], [50, 30]]);
+        set(&mut plans, &client("acme", &of_r(60)));
+        assert_eq!([&none, &fifty].map(|rules| of_acme(rules, &plans)), [[20, 30], [50, 30]], "those from before");
+        // Also when all clients are loaded again.
+        let acme = client("acme", &of_r(60));
+        plans = plans.load(&plans, 1, [("acme", Some(acme.clone()))].into_iter());
+        assert_eq!([&none, &fifty].map(|rules| of_acme(rules, &plans)), [[20, 30], [50, 30]]);
+        let sixty = compile(&config, &mut plans);
+        drop(none);
+        assert!(!plans.uses_limits_of("acme"));
+        // With another plan, the client keeps all limits from before.
+        let silver = Client { plan: "silver".to_owned(), ..acme };
+        set(&mut plans, &silver);
+        assert_eq!([&fifty, &sixty].map(|rules| of_acme(rules, &plans)), [[50, 30], [60, 30]]);
+        let silver = compile(&config, &mut plans);
+        assert_eq!([&fifty, &sixty, &silver].map(|rules| of_acme(rules, &plans)), [[50, 30], [60, 30], [60, 40]]);
+        drop((fifty, sixty));
+        assert!(plans.uses_limits_of("acme"));
+        set(&mut plans, &client("acme", &of_r(70)));
+        assert_eq!((of_acme(&silver, &plans), plans.named("acme").unwrap().plan().limits.len()), ([60, 40], 2));
+        // Without limits, the plan applies at once.
+        set(&mut plans, &client("acme", "{}"));
+        assert_eq!((of_acme(&silver, &plans), plans.uses_limits_of("acme")), ([20, 30], true));
     }
 
     /// Clients in the store.

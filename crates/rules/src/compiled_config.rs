@@ -15,7 +15,7 @@ use crate::client_plans::{ClientCheck, ClientPlans};
 use crate::descriptors::DescriptorIndex;
 use crate::key_source::HashKey;
 use crate::live_clients::LiveClients;
-use crate::overrides::Overrides;
+use crate::overrides::{KnownPlans, Overrides};
 use crate::rate_limit_key::RuleKey;
 use crate::ratelimit_headers::RateLimitTemplate;
 use crate::response_cost::ResponseCosts;
@@ -88,7 +88,9 @@ pub struct LiveData {
     pub clients: Option<Arc<LiveClients>>,
     /// The fetched keys for tokens.
     pub published_keys: Option<Arc<PublishedKeys>>,
-    /// The time, Unix milliseconds: limits of clients of the clients file that end before are not in effect.
+    /// The deny and allow lists of the same configuration, if it was compiled before.
+    pub access: Option<Arc<AccessControl>>,
+    /// The time of the wall clock, Unix milliseconds: limits of clients of the clients file that end before are not in effect.
     pub now_ms: u64,
 }
 
@@ -122,7 +124,7 @@ impl CompiledConfig {
 
     /// `rule_set` is compiled from the rules of `config`.
     pub fn new(config: Config, seed: Seed, rule_set: RuleSet, live: LiveData) -> CompiledConfig {
-        let LiveData { clients, published_keys, now_ms } = live;
+        let LiveData { clients, published_keys, access, now_ms } = live;
         let clients = clients.or_else(|| {
             let mut plans = CompiledConfig::client_plans(&config)?;
             plans.apply_limits(now_ms);
@@ -131,7 +133,10 @@ impl CompiledConfig {
         let rule_set = Arc::new(rule_set);
         let plans = clients.as_ref().map(|clients| clients.current());
         let sources = plans.as_deref().map(|plans| &**plans);
-        let overrides_of = |rule: &CompiledRule| RuleKey::compile_overrides(rule, plans.as_deref(), seed).map(Arc::new);
+        let known_plans = sources.zip(config.clients.as_ref());
+        let known_plans = known_plans
+            .map(|(sources, configured)| KnownPlans { names: &sources.plans, limits: &configured.limit_texts });
+        let overrides_of = |rule: &CompiledRule| RuleKey::compile_overrides(rule, known_plans, seed).map(Arc::new);
         let overrides: IdVec<RuleId, _> = rule_set.rules.map(overrides_of);
         let client_check = |rule: &GatewayRule| ClientCheck::new(rule.on_unknown_key, &rule.key, sources);
         let client_checks: IdVec<RuleId, _> = config.rules.map(client_check);
@@ -151,7 +156,7 @@ impl CompiledConfig {
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
             routes.push(CompiledRoute { rules, upstream: route.upstream, action });
         }
-        let access = AccessControl::new(&config).map(Arc::new);
+        let access = access.or_else(|| AccessControl::new(&config).map(Arc::new));
         let hash_keys = config.upstreams.map(|upstream| HashKey::new(&upstream.policy.balance));
         let key_fields = key_fields(&config);
         let claims = claims(&config);
@@ -198,6 +203,13 @@ impl CompiledConfig {
     pub fn token_checker(&self) -> TokenCache {
         TokenCache::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hasher.clone())
             .with_published(self.published_keys.clone())
+    }
+
+    /// What the same configuration has when it is compiled again.
+    pub fn live_data(&self) -> LiveData {
+        let (clients, published_keys, access) =
+            (self.clients.clone(), self.published_keys.clone(), self.access.clone());
+        LiveData { clients, published_keys, access, now_ms: 0 }
     }
 
     /// Whether the first fetch of the key set, if one is configured, has ended.

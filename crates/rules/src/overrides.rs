@@ -9,8 +9,9 @@ use std::net::IpAddr;
 use foldhash::fast::RandomState;
 
 use super::PlanId;
-use super::client_plans::{ClientPlans, SECRET_MAX_BYTES};
+use super::client_plans::{ClientPlan, SECRET_MAX_BYTES};
 use super::key_source::feed_address;
+use transom_config::client_limits::{LimitsId, LimitsText};
 use transom_limiter::handles::{IdVec, VariantId};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart};
@@ -28,6 +29,15 @@ pub struct Overrides {
     pub digest_hasher: Option<KeyHasher>,
     /// The variant of the rule for each plan; empty if the rule treats all plans alike.
     plans: IdVec<PlanId, VariantId>,
+    /// The same for the limits of single clients.
+    limits: HashMap<LimitsId, VariantId, RandomState>,
+}
+
+/// The plans that clients can have, and the limits of single clients that rules have.
+#[derive(Clone, Copy)]
+pub struct KnownPlans<'a> {
+    pub names: &'a IdVec<PlanId, String>,
+    pub limits: &'a [LimitsText],
 }
 
 /// How a rule treats a request.
@@ -40,11 +50,18 @@ pub enum RuleTreatment {
 
 impl Overrides {
     /// `None` if the rule has neither exemptions nor overrides. `hasher` is that of the rule's keys, before the parts.
-    pub fn new(compiled: &CompiledRule, hasher: &KeyHasher, clients: Option<&ClientPlans>) -> Option<Overrides> {
+    pub fn new(compiled: &CompiledRule, hasher: &KeyHasher, known: Option<KnownPlans<'_>>) -> Option<Overrides> {
         let rule = &compiled.rule;
-        let of_limits = rule.client_variants().map(|(variant, limits)| (limits.name.as_str(), variant)).collect();
-        let variants = |clients: &ClientPlans| clients.variants_of_plans(|plan| rule.variant_of_plan(plan), &of_limits);
-        let plans = clients.map(variants).unwrap_or_default();
+        let plans = known.map(|known| known.names.map(|plan| rule.variant_of_plan(plan))).unwrap_or_default();
+        let own: HashMap<&str, VariantId> =
+            rule.client_variants().map(|(variant, limits)| (limits.name.as_str(), variant)).collect();
+        let variant_of_limits = |limits: &LimitsText| {
+            let of_plan = || rule.variant_of_plan(limits.plan());
+            (limits.id, own.get(limits.text.as_str()).copied().unwrap_or_else(of_plan))
+        };
+        let limits = known.iter().flat_map(|known| known.limits).map(variant_of_limits).collect();
+        let treats_all_alike = own.is_empty() && plans.iter().all(|variant| *variant == VariantId::DEFAULT);
+        let (plans, limits) = if treats_all_alike { Default::default() } else { (plans, limits) };
         let overridden = rule.override_variants();
         let overridden = overridden.map(|(variant, other)| (&other.key, RuleTreatment::Variant(variant)));
         let exempt = rule.exemptions.keys.iter().map(|key| (key, RuleTreatment::Exempt));
@@ -58,7 +75,8 @@ impl Overrides {
                 .map(|(key, treatment)| (hash_values(hasher, &rule.key, key, digests), *treatment))
                 .collect(),
             digest_hasher: digests.then(|| hasher.clone()),
-            plans: if plans.iter().any(|variant| *variant != VariantId::DEFAULT) { plans } else { IdVec::new() },
+            plans,
+            limits,
         };
         let any = overrides.networks.is_some() || !overrides.keys.is_empty() || !overrides.plans.is_empty();
         any.then_some(overrides)
@@ -84,9 +102,11 @@ impl Overrides {
         !self.plans.is_empty()
     }
 
-    /// The variant for a plan.
-    pub fn variant_of(&self, plan: Option<PlanId>) -> VariantId {
-        plan.and_then(|plan| self.plans.get(plan)).copied().unwrap_or(VariantId::DEFAULT)
+    /// The variant for a plan, or for the latest limits of a client that the rules have.
+    pub fn variant_of(&self, plan: Option<ClientPlan<'_>>) -> VariantId {
+        let Some(ClientPlan { id, limits }) = plan else { return VariantId::DEFAULT };
+        let of_limits = limits.iter().find_map(|limits| self.limits.get(limits));
+        of_limits.or_else(|| self.plans.get(id)).copied().unwrap_or(VariantId::DEFAULT)
     }
 }
 

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use http::header::{HeaderMap, HeaderName};
 use serde_json::{Value, json};
 
-use super::client_plans::{ClientCheck, ClientLookup, ClientPlans};
+use super::client_plans::{ClientCheck, ClientLookup};
 use super::key_source::{KeyError, KeySource, RequestAttributes};
-use super::overrides::{self, Overrides, RuleTreatment};
+use super::overrides::{self, KnownPlans, Overrides, RuleTreatment};
 use super::store_key_text::{DIGEST, KeyDigester, KeyTextFormat};
 use transom_config::key_kind::CLIENT;
 use transom_config::route::Route;
@@ -208,8 +208,8 @@ impl RuleKey {
     }
 
     /// Compiles the exemptions and overrides of a rule; the result serves all routes that use the rule.
-    pub fn compile_overrides(rule: &CompiledRule, clients: Option<&ClientPlans>, seed: Seed) -> Option<Overrides> {
-        Overrides::new(rule, &key_hasher(seed, rule.hash_prefix, None), clients)
+    pub fn compile_overrides(rule: &CompiledRule, plans: Option<KnownPlans<'_>>, seed: Seed) -> Option<Overrides> {
+        Overrides::new(rule, &key_hasher(seed, rule.hash_prefix, None), plans)
     }
 
     /// The key, variant and cost of a request under the rule; `None` if the rule does not apply to the request.
@@ -613,6 +613,7 @@ pub mod tests {
     use super::*;
     use http::{Method, Uri};
 
+    use crate::client_plans::ClientPlans;
     use crate::key_source::tests::CONNECTION;
     use transom_config::clients::{Client, Clients, ClientsSource};
     use transom_config::key::OnUnknownKey;

@@ -525,6 +525,12 @@ pub fn created(mut response: LocalResponse) -> LocalResponse {
     response
 }
 
+/// The response of a request that takes effect later.
+pub fn accepted(mut response: LocalResponse) -> LocalResponse {
+    *response.status_mut() = StatusCode::ACCEPTED;
+    response
+}
+
 /// The response of a request that has nothing to say.
 pub fn no_content_response() -> LocalResponse {
     direct_response(StatusCode::NO_CONTENT.as_u16(), None)

@@ -76,7 +76,8 @@ fn text(client: &Value) -> String {
     }
     for (rule, limits) in client["limits"].as_object().into_iter().flatten() {
         let until = limits["until"].as_str().map_or(String::new(), |until| format!(", until {until}"));
-        let _ = writeln!(text, "limits:   {} in rule `{rule}`{until}", windows_text(&limits["windows"]));
+        let without = limits["without_effect"].as_str().map_or(String::new(), |why| format!(" (not in effect: {why})"));
+        let _ = writeln!(text, "limits:   {} in rule `{rule}`{until}{without}", windows_text(&limits["windows"]));
     }
     for rule in list(&client["rules"]) {
         let key = list(&rule["key"]).iter().map(word).collect::<Vec<_>>().join(", ");

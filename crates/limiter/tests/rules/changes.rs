@@ -215,6 +215,36 @@ fn a_change_of_how_a_layer_counts_is_found() {
     assert_eq!(change(&default, &Rule { layers: vec![Limit::parse("9/2m").expect("valid")], ..default.clone() }), None);
 }
 
+/// Windows that only a client has do not prevent a change of the rule. They are found, so that they can be left out.
+#[test]
+fn windows_of_single_clients_that_would_count_in_another_way_are_found() {
+    let parsed = |text: &str| Limit::parse(text).expect("valid");
+    let with_client = |layers: &[Limit], rule: &Rule| {
+        let own = Plan { name: "gold r=[]".to_owned(), layers: layers.to_vec(), concurrent: None };
+        Rule { client_limits: vec![own], ..rule.clone() }
+    };
+    let found = |before: &Rule, after: &Rule| {
+        let former = RuleSet::new(std::slice::from_ref(before), Seed(3, 4), None);
+        let rule_set = RuleSet::new(std::slice::from_ref(after), Seed(3, 4), Some(&former));
+        let windows = rule_set.changed_client_windows(&former);
+        (rule_set.changed_counters(&former).map(|changed| changed.layer), windows)
+    };
+    let hour = rule("r", vec![parsed("50/hour")]);
+    let day = |capacity| Limit { capacity, ..parsed("500/day") };
+    let rolling = Rule { layers: vec![parsed("50/hour"), day(Some(900))], ..hour.clone() };
+    let own = [parsed("70/day"), parsed("9/minute")];
+    let days = || vec![("r".to_owned(), day(None).windows)];
+    assert_eq!(found(&with_client(&own, &hour), &with_client(&own, &rolling)), (None, days()));
+    assert_eq!(found(&with_client(&own, &rolling), &with_client(&own, &hour)), (None, days()));
+    // Also if the client gets or loses the windows meanwhile.
+    assert_eq!(found(&with_client(&own, &hour), &rolling), (None, vec![]));
+    assert_eq!(found(&rolling, &with_client(&own, &hour)), (None, days()));
+    assert_eq!(found(&with_client(&own, &hour), &with_client(&own[1..], &hour)), (None, vec![]));
+    // What the operator has written counts as before.
+    let sharded = Rule { layers: vec![Limit { shards: 4, ..parsed("50/hour") }], ..hour.clone() };
+    assert_eq!(found(&with_client(&own, &hour), &with_client(&own, &sharded)), (Some("50/hour".to_owned()), vec![]));
+}
+
 /// A window that begins or ends to slide has other counters, in a plan and in an override too.
 #[test]
 fn a_change_of_sliding_is_found() {

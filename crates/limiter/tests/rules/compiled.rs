@@ -73,6 +73,25 @@ fn limits_and_variants_have_names_and_positions() {
     );
 }
 
+/// The names by which refusals are counted do not depend on how many clients have limits of their own.
+#[test]
+fn windows_of_single_clients_are_counted_by_few_names() {
+    let own = |text: &str| Plan { name: text.to_owned(), layers: parsed(&[text, "9/hour"]), concurrent: None };
+    let client_limits = ["5/minute", "7/minute", "3/2h", "4/3h"].map(own).to_vec();
+    let rule = Rule { client_limits, penalty_ms: Some(1000), ..rule("r", parsed(&["5/minute", "9/day"])) };
+    let rule_set = RuleSet::new(&[rule], Seed(3, 4), None);
+    let compiled = &rule_set.rules[RuleId::at(0)];
+    let names: Vec<&str> = compiled.limit_names().collect();
+    assert_eq!(names, ["r-minute", "r-day", "r-client-limits", "r-penalty"]);
+    let counted: Vec<Vec<&str>> = compiled
+        .variants()
+        .map(|(_, layers)| layers.map(|(layer, _)| names[compiled.counted_name(layer)]).collect())
+        .collect();
+    let (minute, other) = (["r-minute", "r-client-limits"], ["r-client-limits"; 2]);
+    assert_eq!(counted, [["r-minute", "r-day"], minute, minute, other, other]);
+    assert_eq!(compiled.penalty.map(|penalty| names[compiled.counted_name(penalty)]), Some("r-penalty"));
+}
+
 #[test]
 fn rules_and_plans_say_what_they_do() {
     let costs = [Cost::Fixed(3), Cost::Response { header: None, reserve: 5, max: 9 }];

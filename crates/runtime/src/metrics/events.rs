@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use transom_limiter::handles::{Handle, IdVec, LayerId, PlanPosition, RuleId};
+use transom_limiter::handles::{Handle, IdVec, PlanPosition, RuleId};
 
 use super::clients::CLIENT_REQUESTS;
 use super::storage::{GaugeGuard, Histogram, MetricCell, RouteCells};
@@ -212,7 +212,7 @@ pub static NAMES: &[&Metric] = &[
 pub const OUTCOMES: [&str; 5] = ["admitted", "refused", "delayed", "shadowed", "exempt"];
 
 /// Metrics of one route in one worker.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct RouteMetrics(Arc<RouteCells>);
 
 impl RouteMetrics {
@@ -251,11 +251,11 @@ impl RouteMetrics {
 }
 
 /// Refusals by the limits of a list of rules, in one worker.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct WindowMetrics<I>(IdVec<I, Vec<Arc<MetricCell>>>);
 
 impl<I: Handle> WindowMetrics<I> {
-    /// `rules` are rule names, each with the names of its layers, and then that of its limit of requests in flight, if it has one.
+    /// `rules` are rule names, each with the names of its limits, and last that of its limit of requests in flight, if it has one.
     pub fn new(registry: &Registry, worker: WorkerId, rules: &[(&str, Vec<&str>)]) -> WindowMetrics<I> {
         let rule = |(rule, limits): &(&str, Vec<&str>)| {
             limits.iter().map(|limit| registry.cell(&REFUSED, worker, &[("rule", rule), ("window", limit)])).collect()
@@ -263,9 +263,9 @@ impl<I: Handle> WindowMetrics<I> {
         WindowMetrics(rules.iter().map(rule).collect())
     }
 
-    /// `layer` is one of the rule.
-    pub fn refused_by_layer(&self, rule: I, layer: LayerId) {
-        self.0[rule][layer.position()].add(1);
+    /// `limit`: the position of the name of the limit.
+    pub fn refused_by(&self, rule: I, limit: usize) {
+        self.0[rule][limit].add(1);
     }
 
     /// By a rule that limits the requests in flight.
@@ -314,8 +314,9 @@ impl DecisionMetrics {
         self.outcomes[rule][4].add(1);
     }
 
-    pub fn refused_by_layer(&self, rule: RuleId, layer: LayerId) {
-        self.windows.refused_by_layer(rule, layer);
+    /// As [`WindowMetrics::refused_by`].
+    pub fn refused_by(&self, rule: RuleId, limit: usize) {
+        self.windows.refused_by(rule, limit);
     }
 }
 

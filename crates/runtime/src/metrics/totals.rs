@@ -143,11 +143,7 @@ mod tests {
     use super::super::events::{DecisionMetrics, RouteMetrics};
     use super::*;
     use std::time::Duration;
-    use transom_limiter::handles::{Handle, PlanPosition, RuleId, VariantId};
-    use transom_limiter::key::{KeyPart, OnMissing, Seed};
-    use transom_limiter::limit::Limit;
-    use transom_limiter::rule::Rule;
-    use transom_limiter::rule_set::RuleSet;
+    use transom_limiter::handles::{Handle, PlanPosition, RuleId};
 
     #[test]
     fn a_difference_has_what_all_workers_counted_since_the_earlier_reading() {
@@ -156,9 +152,6 @@ mod tests {
         let idle = RouteMetrics::new(&registry, 0, "idle", &["r"]);
         idle.request_ended(200, Duration::from_millis(3));
         let api = DecisionMetrics::new(&registry, 2, "api", &[("r", vec!["r-minute"])]);
-        let rule = Rule::new("r", vec![KeyPart::GLOBAL], OnMissing::Never, vec![Limit::parse("1/minute").unwrap()]);
-        let rule_set = RuleSet::new(&[rule], Seed(1, 2), None);
-        let layer = rule_set.rules[RuleId::at(0)].variant(VariantId::DEFAULT).next().unwrap();
         workers[0].admitted(PlanPosition::at(0));
         let before = Totals::read(&registry);
         for worker in &workers {
@@ -171,7 +164,7 @@ mod tests {
         workers[1].refused(PlanPosition::at(0));
         workers[1].request_refused();
         api.refused(RuleId::at(0));
-        api.refused_by_layer(RuleId::at(0), layer);
+        api.refused_by(RuleId::at(0), 0);
         let since = Totals::read(&registry).since(&before);
         assert_eq!(since.routes.keys().collect::<Vec<_>>(), ["a"]);
         let route = &since.routes["a"];
