@@ -144,33 +144,50 @@ fn the_decision_api_counts_clients_by_name() {
     assert_eq!(remaining(&get(&gateway, "a2").expect(200), "c"), 99);
 }
 
-#[test]
-fn a_replay_of_the_log_decides_as_the_gateway_did() {
+/// Sends requests from the network of `acme` with these keys, and replays the log. Returns the statuses and the report.
+fn replay(toml: &str, format: &str, keys: &[Option<&str>]) -> (Vec<u16>, Value) {
     let scratch = TempDir::new();
     let log = scratch.path().join("access.log");
-    let toml = format!("{}[access_log]\nfile = \"{}\"\n", config(REFUSE), log.display());
-    let toml = toml.replace("100/366d", "7/366d");
+    let toml = format!("{toml}[access_log]\nfile = \"{}\"\nformat = \"{format}\"\n", log.display());
     let gateway = Gateway::start_with(&toml, &clients());
-    let mut statuses = Vec::new();
-    for n in 0..30 {
-        let key = ["a1", "a2", "a3", "b1", "revoked"][n % 5];
-        statuses.push(gateway.get_from("127.0.7.9", &[("X-API-Key", key)]).status);
-    }
-    statuses.extend((0..3).map(|_| gateway.get_from("127.0.7.9", &[]).status));
+    let send = |key: &Option<&str>| match key {
+        Some(key) => gateway.get_from("127.0.7.9", &[("X-API-Key", key)]).status,
+        None => gateway.get_from("127.0.7.9", &[]).status,
+    };
+    let statuses: Vec<u16> = keys.iter().map(send).collect();
     let lines = || fs::read_to_string(&log).unwrap_or_default().lines().count();
     eventually("all requests are logged", || lines() == statuses.len());
-    let count = |status: u16| statuses.iter().filter(|found| **found == status).count();
-    // Of `acme`, 18 requests with keys and 3 by network; of `beta`, 6.
-    assert_eq!((count(200), count(429), count(401)), (7 + 5, 14 + 1, 6));
-
     scratch.write("gateway.toml", with_listen(&toml));
     scratch.write("clients.toml", clients());
     let replay = Command::new(BINARY).args(["simulate", "--json", "access.log"]).current_dir(scratch.path()).output();
-    let report: Value = serde_json::from_slice(&replay.unwrap().stdout).unwrap();
+    (statuses, serde_json::from_slice(&replay.unwrap().stdout).unwrap())
+}
+
+#[test]
+fn a_replay_of_the_log_decides_as_the_gateway_did() {
+    let toml = config(REFUSE).replace("100/366d", "7/366d");
+    let keys: Vec<Option<&str>> = (0..30).map(|n| Some(["a1", "a2", "a3", "b1", "revoked"][n % 5])).collect();
+    let keys = [&keys[..], &[None; 3]].concat();
+    let (statuses, report) = replay(&toml, "json", &keys);
+    let count = |status: u16| statuses.iter().filter(|found| **found == status).count();
+    // Of `acme`, 18 requests with keys and 3 by network; of `beta`, 6.
+    assert_eq!((count(200), count(429), count(401)), (7 + 5, 14 + 1, 6));
     let found = &report["scenarios"][0]["rules"][0];
     assert_eq!(report["as_logged"]["different"], 0, "{report:#}");
     assert_eq!((&found["admitted"], &found["refused"]), (&json!(12), &json!(15)), "{report:#}");
     assert_eq!((&found["keys"]["total"], &found["keys"]["refused"]), (&json!(2), &json!(2)), "{report:#}");
+
+    // Revoked keys, which the rule by client refuses or skips, and in the end the rule by address. The network is that of `acme`.
+    let keys = [Some("a1"), None, Some("revoked"), Some("revoked"), None, Some("revoked"), Some("revoked")];
+    let skip = "on_missing_key = \"skip\"\non_unknown_key = \"missing\"";
+    for (more, format, unknown) in [(REFUSE, "json", 401), (skip, "json", 200), (REFUSE, "combined", 401)] {
+        let toml = config(more).replace("1000/366d", "6/366d");
+        let (statuses, report) = replay(&toml, format, &keys);
+        assert_eq!(statuses, [200, 200, unknown, unknown, 200, unknown, 429], "{more} {format}");
+        let rules = &report["scenarios"][0]["rules"];
+        let found = |rule: usize| (rules[rule]["admitted"].clone(), rules[rule]["refused"].clone());
+        assert_eq!((found(0), found(1)), ((json!(3), json!(0)), (json!(6), json!(1))), "{more} {format} {report:#}");
+    }
 }
 
 #[test]

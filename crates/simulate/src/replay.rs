@@ -255,6 +255,7 @@ impl Replay {
         let Replay { reader, deny_list, inputs, counts, buffers, params, response_headers, requests, now_ms, .. } =
             self;
         reader.end_limits(*now_ms);
+        reader.note_client(line, text);
         let Ok(logged) = reader.read(line, text, headers, buffers) else {
             counts.rejected += 1;
             return false;

@@ -37,6 +37,8 @@ pub struct RequestReader {
     api_key_fields: Vec<(HeaderName, &'static str)>,
     /// By name.
     clients: Option<Arc<ClientPlans>>,
+    /// Whether some line so far names one of them.
+    names_clients: bool,
     /// Whether requests came by https, where the log does not say.
     is_secure: bool,
 }
@@ -59,6 +61,8 @@ pub struct LoggedRequest<'a> {
     client: Option<(&'a str, &'a KnownClient)>,
     /// Whether the gateway of the log found no client.
     is_unauthorized: bool,
+    /// Whether the log names clients, and none for the request: if the address belongs to a client, the request had the key of none.
+    is_of_no_client: bool,
     /// Whether the log has an `X-Forwarded-For` of a peer that is no trusted proxy.
     pub ignores_forwarded: bool,
     address: IpAddr,
@@ -112,8 +116,14 @@ impl RequestReader {
             is_secure: !config.listen.https.is_empty(),
             fields: LoggedFields { request, response },
             api_key_fields,
+            names_clients: false,
             compiled,
         })
+    }
+
+    /// Whether the address belongs to a client.
+    fn has_client(&self, address: IpAddr) -> bool {
+        self.clients.as_ref().is_some_and(|clients| clients.client_of_network(address).is_some())
     }
 
     /// Ends the limits of clients that have reached their end.
@@ -122,6 +132,15 @@ impl RequestReader {
             && clients.next_limit_end_ms().is_some_and(|end_ms| end_ms <= now_ms)
         {
             Arc::make_mut(clients).apply_limits(now_ms);
+        }
+    }
+
+    /// Notes whether the log names clients.
+    pub fn note_client(&mut self, line: &LogLine, text: &[u8]) {
+        if !self.names_clients && line.client_name.len > 0 {
+            let name = std::str::from_utf8(decoded(line.client_name, text, &mut Vec::new())).map(str::to_owned);
+            let known = |name: String| self.clients.as_ref()?.named(&name).map(drop);
+            self.names_clients = name.is_ok_and(|name| known(name).is_some());
         }
     }
 
@@ -162,6 +181,7 @@ impl RequestReader {
             host,
             client,
             is_unauthorized: line.is_unauthorized,
+            is_of_no_client: self.names_clients && line.client_name.len == 0,
             ignores_forwarded: line.forwarded_for.len > 0 && forwarded.is_none(),
             address: forwarded.unwrap_or(line.client),
             method,
@@ -230,6 +250,7 @@ impl LoggedRequest<'_> {
         Ok(match self.client {
             Some((_, client)) => resolved.with_client(Some(client)),
             None if self.is_unauthorized => resolved.with_client(None),
+            None if self.is_of_no_client && reader.has_client(self.address) => resolved.with_client(None),
             None => resolved,
         })
     }
