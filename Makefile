@@ -38,7 +38,7 @@ MUTANT_TESTS = --lib --test rules --test properties --test tower
 # Seconds after which the tests of a change are stopped; the change then counts as noticed.
 MUTANT_TIMEOUT = 60
 
-.PHONY: help test check docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions instructions-build replay usage screenshots failover soak fuzz parts deny advisories
+.PHONY: help test check docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions replay usage screenshots failover soak fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -56,7 +56,7 @@ help:
 	@echo "make explore     explores gateways that share a store in wider scenarios, in minutes"
 	@echo "make broken-store  breaks the code of shared counters in a copy, in one way at a time: the exploration must find it"
 	@echo "make mutants     changes the code of FILES (the limiter) in many places, one at a time: a test must fail; takes hours"
-	@echo "make instructions  counts the instructions of requests and decisions; fails if they are 2 % above the committed counts"
+	@echo "make instructions  counts the instructions of requests and decisions of a release; fails if they are 2 % above the committed counts"
 	@echo "make kills       kills the gateway KILLS times (1000) under load: no client gets more than the limit"
 	@echo "make kills-shared  kills four gateways on one Redis for KILLS_SHARED_S seconds (60) under load, likewise"
 	@echo "make concurrency ends concurrent requests in random ways, in ROUNDS rounds (1000): all slots come back"
@@ -99,7 +99,7 @@ check: site
 	cargo fmt --check --all
 	python3 tests/external/check_dependencies.py
 	cargo clippy --locked --workspace --all-targets -- -D warnings
-	cargo clippy --locked --no-default-features --lib --bins -- -D warnings
+	cargo clippy --locked --workspace --no-default-features --lib --bins --test layering -- -D warnings
 	cargo clippy --locked -p transom-limiter-models --features loom --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --features transom-limiter/tower --no-deps --document-private-items
 	if $(DENY) || $(ADVISORY_DATABASE); then $(MAKE) deny && tests/external/advisories.sh --if-available; \
@@ -167,12 +167,11 @@ mutants: cargo-mutants
 	PROPTEST_CASES=32 CARGO_TARGET_DIR=$(CURDIR)/target/mutants cargo mutants --package $(PACKAGE) $(patsubst %,--test-package %,$(TESTED)) $(patsubst %,--file '%',$(FILES)) --output target --iterate \
 		--baseline=skip --timeout $(MUTANT_TIMEOUT) -- $(MUTANT_TESTS)
 
-# Fails if a request or a decision takes 2 % more instructions than committed in benches/instructions.json.
-instructions: instructions-build
-	python3 benches/instructions.py
-
-instructions-build:
+# Fails if a request or a decision takes 2 % more instructions than committed in benches/instructions.json. `make test` counts
+# those of the build that it tests.
+instructions:
 	cargo build --locked --release -p transom -p transom-decisions --target-dir target
+	python3 benches/instructions.py
 
 # `make test` kills a few times; this target prints the result.
 kills:

@@ -4,11 +4,11 @@
     apt-get install -y nginx-light nghttp2-client valgrind
     cargo build --release -p transom -p transom-decisions
     python3 benches/instructions.py            # half a minute; fails if a count exceeds the committed one by more than 2 %
-    python3 benches/instructions.py --write    # replaces the committed counts, in benches/instructions.json
+    python3 benches/instructions.py --profile dev    # likewise of the build that `make test` tests
+    python3 benches/instructions.py --write    # replaces the committed counts of the profile, in benches/instructions.json
     python3 benches/instructions.py --transom OTHER --decisions OTHER    # counts of other builds; never fails
 
-The committed counts are those of the profile `release`. Counts depend on the compiler and on the C library's choice of
-instructions for this processor. With another compiler than that of the committed counts, the program prints both and does not
+Counts depend on the compiler and on the C library's choice of instructions for this processor. With another compiler than that of the committed counts, the program prints both and does not
 compare.
 """
 
@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import callgrind
 import comparison
@@ -26,11 +27,6 @@ import machine
 from machine import BenchmarkError
 
 COMMITTED = os.path.join(comparison.ROOT, "benches", "instructions.json")
-TOLERANCE = 0.02
-DECISIONS_PROGRAM = os.path.join(os.path.dirname(comparison.PLAIN), "decisions")
-# Measurements of a refused request.
-REPEATED = 3
-DECISIONS = 10_000
 DECISION_CASES = ["fixed", "fixed-many", "fixed-refused", "sliding", "sliding-refused"]
 # No window ends between two runs, except at midnight.
 REFUSING = (
@@ -39,23 +35,49 @@ REFUSING = (
 )
 
 
+@dataclass(frozen=True)
+class Profile:
+    """How a build is measured. Code that is not optimized takes ten times as many instructions."""
+
+    folder: str
+    requests: int
+    # Measurements of a refused request.
+    repeated: int
+    decisions: int
+    sliding_decisions: int
+    # By how much a count may exceed the committed one.
+    tolerance: float
+
+    def program(self, name):
+        return os.path.join(comparison.ROOT, "target", self.folder, name)
+
+
+PROFILES = {
+    "release": Profile("release", 2_000, 3, 10_000, 10_000, 0.02),
+    "dev": Profile("debug", 200, 2, 10_000, 500, 0.03),
+}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transom", default=comparison.PLAIN, metavar="PATH", help="the gateway (default: target/release/transom)")
-    parser.add_argument("--decisions", metavar="PATH", default=DECISIONS_PROGRAM,
-                        help="the program of the decisions (default: target/release/decisions)")
-    parser.add_argument("--requests", type=int, default=2_000, help="N, see callgrind.py (default 2,000)")
+    parser.add_argument("--profile", choices=PROFILES, default="release", help="the build (default: release)")
+    parser.add_argument("--transom", metavar="PATH", help="another gateway than that of the profile")
+    parser.add_argument("--decisions", metavar="PATH", help="another program of the decisions than that of the profile")
+    parser.add_argument("--requests", type=int, help="N, see callgrind.py (default: 2,000; 200 of the profile `dev`)")
     parser.add_argument("--write", action="store_true", help="replace the committed counts")
     options = parser.parse_args()
     comparison.run(measure, options)
 
 
 def measure(options, directory, report):
-    comparison.require(options.transom, [load_generators.H2load, callgrind.Valgrind])
+    profile = PROFILES[options.profile]
+    transom = options.transom or profile.program("transom")
+    program = options.decisions or profile.program("decisions")
+    comparison.require(transom, [load_generators.H2load, callgrind.Valgrind])
     counts = {}
     # Beside the requests, whose gateway uses one core.
     executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-    decisions = [(case, executor.submit(per_decision, options.decisions, case)) for case in DECISION_CASES]
+    decisions = [(case, executor.submit(per_decision, program, case, profile)) for case in DECISION_CASES]
     upstream, upstream_port = load_generators.start_upstream(directory, callgrind.CORE)
     with upstream:
         for protocol, http in (("HTTP/1.1", "--h1"), ("HTTP/2", "-m1")):
@@ -63,8 +85,8 @@ def measure(options, directory, report):
                 # A refusal is so fast that the kernel sometimes runs the client before the gateway waits: the least count is
                 # that without such interruptions.
                 counts[f"request, {protocol}, {name}"] = callgrind.per_request(
-                    options.transom, directory, upstream_port, [path], options.requests, REFUSING, http, status,
-                    runs=1 if status == 2 else REPEATED,
+                    transom, directory, upstream_port, [path], options.requests or profile.requests, REFUSING, http, status,
+                    runs=1 if status == 2 else profile.repeated,
                 )
     for case, count in decisions:
         counts[f"decision, {case}"] = count.result()
@@ -72,25 +94,25 @@ def measure(options, directory, report):
         committed = json.load(file)
     rows, worse = [], []
     for name, count in counts.items():
-        before = committed["instructions"].get(name)
+        before = committed[options.profile].get(name)
         change = count / before - 1 if before else 0
         rows.append([name, f"{count:,.0f}", f"{before:,.0f}" if before else "none", f"{change:+.2%}"])
-        if not before or change > TOLERANCE:
+        if not before or change > profile.tolerance:
             worse.append(name)
     report.table(["instructions of a", "count", "committed", "change"], rows)
     if options.write:
         with open(COMMITTED, "w") as file:
-            counts = {name: round(count) for name, count in counts.items()}
-            json.dump({"compiler": compiler(), "profile": "release", "instructions": counts}, file, indent=2)
+            committed[options.profile] = {name: round(count) for name, count in counts.items()}
+            json.dump(committed | {"compiler": compiler()}, file, indent=2)
             file.write("\n")
-    elif options.transom != comparison.PLAIN:
+    elif options.transom:
         return
     elif committed["compiler"] != compiler():
         print(f"SKIPPED: the committed counts are those of {committed['compiler']}; this is {compiler()}", file=sys.stderr)
     elif worse:
         raise BenchmarkError(
-            f"more than {TOLERANCE:.0%} above the committed count: {'; '.join(worse)}. Find the cause; if the work is worth it, "
-            "write the new counts with `python3 benches/instructions.py --write`, and say why in the commit message"
+            f"more than {profile.tolerance:.0%} above the committed count: {'; '.join(worse)}. Find the cause; if the work is worth it, "
+            f"write the new counts with `python3 benches/instructions.py --profile {options.profile} --write`, and say why in the commit message"
         )
 
 
@@ -98,14 +120,16 @@ def compiler():
     return subprocess.run(["rustc", "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def per_decision(program, case):
+def per_decision(program, case, profile):
+    decisions = profile.sliding_decisions if case.startswith("sliding") else profile.decisions
+
     def total(count):
         done = subprocess.run([*callgrind.COMMAND, program, case, str(count)], capture_output=True, text=True)
         if done.returncode != 0:
             raise BenchmarkError(f"{program} failed:\n{done.stdout}{done.stderr}")
         return callgrind.collected(done.stderr)
 
-    return (total(2 * DECISIONS) - total(DECISIONS)) / DECISIONS
+    return (total(2 * decisions) - total(decisions)) / decisions
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
     python3 tests/run.py
 
 Installations, builds and tests are steps that run beside one another as far as their inputs are there: most tests wait, so the
-release build of `make instructions` and the loom models fill the time. Tests without a gateway use all cores, and have a lower
-priority than the others: they fill what is left until the end. Each step writes its output to a file; a line a minute says what is running. The output of failed steps is printed
-last, and the exit code is 1.
+loom models fill the time. Tests without a gateway use all cores, and have a lower priority than the others: they fill what is left
+until the end. Everything is built with one profile, once, but for the models. Each step writes its output to a file; a line a
+minute says what is running. The output of failed steps is printed last, and the exit code is 1.
 """
 
 import json
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOGS = os.path.join(ROOT, "target", "test-logs")
 CARGO_TEST = ["cargo", "test", "--locked", "--no-fail-fast"]
+INSTRUCTIONS = [sys.executable, os.path.join(ROOT, "benches", "instructions.py"), "--profile", "dev"]
 MODELS = [*CARGO_TEST, "-p", "transom-limiter-models", "--features", "loom"]
 INTEGRATION_THREADS = 3 * len(os.sched_getaffinity(0))
 # Seconds between two lines about progress.
@@ -106,8 +107,6 @@ def first_steps():
             runs_beside=True,
             next_steps=test_programs,
         ),
-        Step("release-build", ["make", "--no-print-directory", "instructions-build"], runs_beside=True),
-        Step("instructions", [sys.executable, "benches/instructions.py"], needs=["release-build", "parts"], runs_beside=True),
     ]
 
 
@@ -115,6 +114,8 @@ def test_programs(build):
     """A step for each test program, in the order in which they should start, the longest first; then those that cargo runs."""
     steps = [
         Step("documentation", [*CARGO_TEST, "--workspace", "--doc"]),
+        Step("decisions-build", ["cargo", "build", "--locked", "-p", "transom-decisions"], runs_beside=True),
+        Step("instructions", INSTRUCTIONS, needs=["decisions-build", "parts"], runs_beside=True),
         Step("models-build", [*MODELS, "--no-run"], runs_beside=True),
         # One thread: loom maps memory for each thread of each execution, and threads of one process wait for one another there.
         Step("models", MODELS, needs=["models-build"], threads=1, runs_beside=True, has_tests=True),
@@ -139,7 +140,7 @@ def steps_of_program(name, program, folder):
         return [Step(name, [program], folder=folder, has_low_priority=True)]
     options = dict(folder=folder, needs=["parts"], runs_beside=True, has_tests=True)
     return [
-        # The soak takes five minutes, with little load.
+        # The soak takes three minutes, with little load.
         Step("soak", [program, "soak::"], **options),
         Step(name, [program, "--skip", "soak::"], threads=INTEGRATION_THREADS, **options),
     ]
@@ -218,7 +219,7 @@ def gateways_left():
 
 
 def main():
-    # `gateways_left` and `make instructions` look into this folder.
+    # `gateways_left` and `instructions.py` look into this folder.
     os.environ.pop("CARGO_TARGET_DIR", None)
     os.environ.pop("CARGO_BUILD_TARGET", None)
     shutil.rmtree(LOGS, ignore_errors=True)
