@@ -1,7 +1,7 @@
 //! A gateway under a steady load of many kinds, with reloads, servers that are killed, and slow clients: responses are right,
 //! no limit is exceeded, the metrics agree with the clients, and memory and descriptors do not grow.
 //!
-//! `make soak` runs this for an hour at half load. CI runs five minutes with pauses between requests, so that the test uses
+//! `make soak` runs this for an hour at half load. CI runs three minutes with pauses between requests, so that the test uses
 //! a fraction of a core beside other tests.
 
 use std::collections::BTreeMap;
@@ -441,7 +441,7 @@ fn assert_metrics(soak: &Soak, gateway: &Process, reloads: u32) {
 fn length_and_pause() -> (Duration, Option<Duration>) {
     match std::env::var("TRANSOM_SOAK_S") {
         Ok(text) => (Duration::from_secs(text.parse().expect("`TRANSOM_SOAK_S` is a number")), None),
-        Err(_) => (Duration::from_secs(300), Some(Duration::from_millis(40))),
+        Err(_) => (Duration::from_secs(180), Some(Duration::from_millis(40))),
     }
 }
 
