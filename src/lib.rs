@@ -2,7 +2,7 @@
 //!
 //! This crate is the process: listeners, workers, upstreams, the admin address and the commands. What needs none of them is in crates
 //! of its own, and Cargo enforces their order: `transom-simulate`, `transom-store`, `transom-rules`, `transom-config`, `transom-http`,
-//! `transom-jwt`, `transom-runtime`, and `transom-limiter`, which decides the limits.
+//! `transom-jwt`, `transom-usage`, `transom-runtime`, and `transom-limiter`, which decides the limits.
 //!
 //! A module uses only modules of the rows below, and those to its right in its own row; `tests/layering.rs` checks the order.
 //!

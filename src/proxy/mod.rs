@@ -5,8 +5,6 @@
 //! response. `response` turns results into responses, and `request_record` counts and logs each request once. `websocket`
 //! ends a handshake and runs the tunnel.
 //!
-//! `resolved_request` finds the route of a request and its key under each rule.
-//!
 //! State: `served_config` is the configuration prepared at load, `worker_config` one worker's view of it,
 //! `worker_state` what a worker keeps between requests, `peer` what requests know of their connection.
 

@@ -2,8 +2,7 @@
 //! fields that a gateway adds or removes, and the errors of single requests.
 //!
 //! The gateway uses this crate for clients and upstreams, and the configuration and the rules use it to read what requests contain.
-//! Nothing here does I/O, waits, reads a clock, or knows the configuration. The limiter provides networks of addresses, and
-//! `transom-jwt` the error of a token.
+//! Nothing here does I/O, waits, reads a clock, or knows the configuration. The limiter provides networks of addresses.
 //!
 //! Messages: `http1_head`, `http1_body`. Requests: `request_validation`, `path_normalize`, `percent_encoding`, `request_values`,
 //! `forwarded`, `forward_auth`, `request_id`, `trace_context`, `websocket_handshake`, `headers`. Errors: `error`.

@@ -1,7 +1,8 @@
 //! Identities of counters: the texts whose hashes distinguish the counters of one layer from those of all others.
 //!
 //! Counters in files and those of running processes are found by these texts. A changed text gives every key unused counters, so
-//! the texts are written here, except for the names of the kinds of key parts, and nothing is derived from names in the code. Their
+//! nothing in the texts is derived from names in the code. Those of windows are written in `window`, and the caller names the kinds of
+//! key parts. Their
 //! forms are documented in docs/explanation/persistence.md; a test has those of many rules as literals.
 
 use crate::key::{KeyPart, PartArgument, Prefixes, Seed};

@@ -27,6 +27,8 @@ const METHOD: PartKind = PartKind { name: "method", identity: "Method", number: 
 const PATH: PartKind = PartKind { name: "path", identity: "Path", number: 7 };
 const ROUTE: PartKind = PartKind { name: "route", identity: "Route", number: 8 };
 const ENTRY: PartKind = PartKind { name: "entry", identity: "Entry", number: 15 };
+const CLIENT: PartKind = PartKind { name: "client", identity: "Client", number: 16 };
+const BEARER: PartKind = PartKind { name: "bearer", identity: "Bearer", number: 17 };
 
 fn one(kind: &'static PartKind) -> KeyPart {
     KeyPart { kind, argument: PartArgument::None }
@@ -61,6 +63,8 @@ fn rules() -> Vec<Rule> {
         vec![one(&PATH)],
         vec![one(&ROUTE)],
         vec![named(&ENTRY, "remote_address")],
+        vec![one(&CLIENT)],
+        vec![one(&BEARER)],
         vec![KeyPart::GLOBAL],
         vec![],
         vec![address(32, 56), named(&HEADER, "x-user"), one(&PATH)],
@@ -163,6 +167,8 @@ const EXPECTED: &[&str] = &[
     "343e6338c6d61f7f r [Path] 3600000ms",
     "e80876c8501aab33 r [Route] 3600000ms",
     r#"7bdce09ff39345bc r [Entry("remote_address")] 3600000ms"#,
+    "3e959a163bf5ac4b r [Client] 3600000ms",
+    "6f73cb58281ea05e r [Bearer] 3600000ms",
     "00514d6bb95cc2fe r [Global] 3600000ms",
     "79363091af0b0d83 r [] 3600000ms",
     r#"5eb67f554d88438b r [Ip { v4_prefix: 32, v6_prefix: 56 }, Header("x-user"), Path] 3600000ms"#,
