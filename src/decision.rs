@@ -837,6 +837,7 @@ mod tests {
             route: "route",
             tokens,
             wall_ms: 0,
+            body: None,
         })
     }
 

@@ -204,6 +204,7 @@ const ORDERS: [(&str, &[&str]); 8] = [
         "usage",
         &[
             "usage_reader",
+            "request_body",
             "content_decoder",
             "event_stream",
             "format",

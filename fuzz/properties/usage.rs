@@ -27,7 +27,7 @@ type Read = (Vec<Result<Usage, Missing>>, Option<String>);
 
 thread_local! {
     static PLAN: Plan = {
-        let mut plan = ReadingPlan::with_model();
+        let mut plan = ReadingPlan::of_responses();
         let pointers = |texts: &[&str]| {
             UsageSource::Pointers(texts.iter().map(|text| JsonPointer::parse(text).unwrap()).collect())
         };

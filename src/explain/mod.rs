@@ -170,6 +170,7 @@ impl Explanation {
             path: &path,
             uri: &parts.uri,
             headers: &parts.headers,
+            body: None,
         };
         self.routes = Some(RouteChoice::new(served, &view.route_query()));
         let (mut params, tokens) = (Vec::new(), served.token_checker());

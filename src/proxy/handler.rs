@@ -6,6 +6,7 @@ use std::num::NonZeroU64;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use http::request::Parts;
@@ -14,6 +15,7 @@ use http::{Request, Response, Version, header};
 use http_body::Body as _;
 
 use super::admission::{Admission, Evaluation, PendingAdmission, evaluate};
+use super::body_reading::BodyReading;
 use super::peer::{ConnectionInfo, Peer};
 use super::request_record::RequestRecord;
 use super::response::{Content, ResponseBody, ResponseFormat, error_response, forwarded_response, refusal_response};
@@ -27,11 +29,12 @@ use crate::upstream::forward::ForwardError;
 use crate::upstream::load_balancer::RequestTraits;
 use crate::upstream::request_body::{BodySource, ClientBody, MinUploadRate, RequestBody, UploadLimits};
 use transom_config::RouteId;
+use transom_config::limits::Timeouts;
 use transom_config::path::ForwardPath;
 use transom_http::error::RequestError;
 use transom_http::forwarded::ClientInfo;
 use transom_http::headers::SpecialFields;
-use transom_http::request_validation::Schemes;
+use transom_http::request_validation::{Schemes, ValidatedRequest};
 use transom_http::websocket_handshake::UpgradeMethod;
 use transom_http::{forward_auth, headers, path_normalize, request_validation};
 use transom_limiter::decision::Decision;
@@ -39,8 +42,9 @@ use transom_rules::access::AccessControl;
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::resolved_request::{FoundKey, NotCounted, RequestView, ResolvedRequest};
 use transom_rules::responses::{self, LocalResponse, RefusedRequest};
-use transom_rules::route_actions::AppliedActions;
+use transom_rules::route_actions::{AppliedActions, RouteActions};
 use transom_runtime::clock::Timestamp;
+use transom_usage::request_body::{BodyPlan, BodyValues};
 
 /// A request in progress. A panic while it is handled becomes a 500 response; the worker goes on.
 pub enum ResponseFuture {
@@ -92,6 +96,8 @@ enum RequestOutcome {
     Forward { plan: ForwardPlan, admission: Admission, pending: Option<Box<PendingAdmission>> },
     /// A refusal, or another response that needs no upstream.
     Respond(LocalResponse),
+    /// The body has to be read first, since rules depend on it.
+    ReadBody(Box<BodyReading>),
 }
 
 /// Where a request goes, and how the route changes it.
@@ -113,6 +119,9 @@ struct RequestContext<'a> {
     client: ClientInfo,
     /// Lower bound, from the head.
     body_bytes: u64,
+    body: &'a ClientBody,
+    /// What was read of the body.
+    body_values: Option<&'a BodyValues>,
     now: Timestamp,
 }
 
@@ -120,6 +129,18 @@ impl RequestContext<'_> {
     fn schemes(&self) -> Schemes {
         Schemes { is_connection_secure: self.peer.connection.is_secure, is_client_secure: self.client.is_secure }
     }
+}
+
+/// A request whose head has arrived.
+struct ReceivedRequest {
+    config: Rc<WorkerConfig>,
+    parts: Parts,
+    body: ClientBody,
+    /// What was read of the body; `None` before.
+    body_values: Option<Box<BodyValues>>,
+    client: ClientInfo,
+    format: ResponseFormat,
+    record: RequestRecord,
 }
 
 /// Handles a request up to the head of its response. `head_error`: an error of the head that its fields do not show.
@@ -135,7 +156,7 @@ pub fn handle(
     peer.body_timeout.set(config.served.config.timeouts.body);
     let body = ClientBody::new(body, &parts.headers, peer.body_drain.as_ref());
     let ConnectionInfo { address, is_secure, is_forward_auth, .. } = *peer.connection;
-    let mut format = ResponseFormat::of(&parts);
+    let format = ResponseFormat::of(&parts);
     let (client, restored) = match is_forward_auth {
         false => (config.served.identify_client(address, is_secure, &parts.headers), Ok(())),
         true => {
@@ -143,24 +164,53 @@ pub fn handle(
             (client, forward_auth::restore_request(&mut parts, client.hops))
         }
     };
-    let mut record = RequestRecord::new(worker, &config, &client, &parts, now);
+    let record = RequestRecord::new(worker, &config, &client, &parts, now);
+    if let Err(error) = restored {
+        return ResponseFuture::Done(Some(error_response(&error, format, record)));
+    }
+    let received = ReceivedRequest { config, parts, body, body_values: None, client, format, record };
+    respond(worker, peer, received, now, head_error)
+}
+
+/// Decides a request, and forwards it.
+#[inline(always)]
+fn respond(
+    worker: &Rc<WorkerState>,
+    peer: &Rc<Peer>,
+    received: ReceivedRequest,
+    now: Timestamp,
+    head_error: Option<RequestError>,
+) -> ResponseFuture {
+    let ReceivedRequest { config, mut parts, body, body_values, client, mut format, mut record } = received;
+    let is_forward_auth = peer.connection.is_forward_auth;
     // On `forward_auth`, the proxy sends the head of the original request without its body.
     let body_bytes = if is_forward_auth { 0 } else { body.size_hint().lower() };
-    let request_context = RequestContext { worker, config: &config, peer, client, body_bytes, now };
-    let decided = match restored {
-        Ok(()) => decide(&request_context, &mut parts, head_error, &mut format, &mut record),
-        Err(error) => Err(error),
+    let request_context = RequestContext {
+        worker,
+        config: &config,
+        peer,
+        client,
+        body_bytes,
+        body: &body,
+        body_values: body_values.as_deref(),
+        now,
     };
-    let (mut plan, admission, pending) = match decided {
-        Ok(RequestOutcome::Forward { plan, admission, pending }) => (plan, admission, pending),
-        Ok(RequestOutcome::Respond(reply)) => {
-            return ResponseFuture::Done(Some(refusal_response(reply, format, record)));
-        }
-        Err(error) => {
-            record.release_all_slots();
-            return ResponseFuture::Done(Some(error_response(&error, format, record)));
-        }
-    };
+    let (mut plan, admission, pending) =
+        match decide(&request_context, &mut parts, head_error, &mut format, &mut record) {
+            Ok(RequestOutcome::Forward { plan, admission, pending }) => (plan, admission, pending),
+            Ok(RequestOutcome::Respond(reply)) => {
+                return ResponseFuture::Done(Some(refusal_response(reply, format, record)));
+            }
+            Ok(RequestOutcome::ReadBody(reading)) => {
+                let client = request_context.client;
+                let received = ReceivedRequest { config, parts, body, body_values, client, format, record };
+                return read_body(worker, peer, received, *reading);
+            }
+            Err(error) => {
+                record.release_all_slots();
+                return ResponseFuture::Done(Some(error_response(&error, format, record)));
+            }
+        };
     // Taken apart here, so that the future below stores each value only once.
     let Admission { mut fields, mut delay, mut pending_cost } = admission;
     let upload = match plan.websocket {
@@ -217,6 +267,26 @@ pub fn handle(
         // The response to an authorization request says nothing about the response to the client.
         let pending_cost = pending_cost.filter(|_| !is_forward_auth);
         ResponseFuture::Done(Some(settle(response, fields, pending_cost)))
+    }))
+}
+
+/// Reads the body of a request, and then decides.
+#[inline(never)]
+fn read_body(
+    worker: &Rc<WorkerState>,
+    peer: &Rc<Peer>,
+    mut received: ReceivedRequest,
+    reading: BodyReading,
+) -> ResponseFuture {
+    let (worker, peer) = (Rc::clone(worker), Rc::clone(peer));
+    ResponseFuture::Waiting(Box::pin(async move {
+        match reading.read(received.body, &received.parts.headers, &peer.timer).await {
+            Ok((body, values)) => {
+                (received.body, received.body_values) = (body, Some(values));
+                respond(&worker, &peer, received, worker.clock.now(), None)
+            }
+            Err(error) => ResponseFuture::Done(Some(error_response(&error, received.format, received.record))),
+        }
     }))
 }
 
@@ -277,6 +347,7 @@ fn decide(
         path: &path,
         uri: &parts.uri,
         headers: &parts.headers,
+        body: request_context.body_values,
     };
     let clients = config.clients();
     let wall_ms = || worker.clock.wall_ms();
@@ -294,6 +365,9 @@ fn decide(
         check_access(access, &resolved, now, record)?;
     }
     resolved.check(&validated, request_context.body_bytes)?;
+    if let Some(reading) = body_reading(request_context, &resolved, &validated)? {
+        return Ok(RequestOutcome::ReadBody(reading));
+    }
     let found = |position, found: &FoundKey| match resolved.why_not_counted(position, found) {
         Some(NotCounted::Exempt) => record.record_exemption(position),
         Some(NotCounted::Shadowed) => config.route_metrics[route_id].shadowed(position),
@@ -351,6 +425,46 @@ fn decide(
     let plan = ForwardPlan { server_key, ..plan };
     let plan = plan.prepare(parts, request_context, special_fields, websocket, normalized)?;
     Ok(RequestOutcome::Forward { plan, admission, pending })
+}
+
+/// What is read of the body before the decision; `None` if that was done, there is no body, or no rule depends on it.
+#[inline(always)]
+fn body_reading(
+    request_context: &RequestContext<'_>,
+    resolved: &ResolvedRequest<'_>,
+    validated: &ValidatedRequest<'_>,
+) -> Result<Option<Box<BodyReading>>, RequestError> {
+    let plan = resolved.rules.body_plan.as_ref();
+    plan.map_or(Ok(None), |plan| begin_body_reading(request_context, resolved, validated, plan))
+}
+
+#[cold]
+fn begin_body_reading(
+    request_context: &RequestContext<'_>,
+    resolved: &ResolvedRequest<'_>,
+    validated: &ValidatedRequest<'_>,
+    plan: &Arc<BodyPlan>,
+) -> Result<Option<Box<BodyReading>>, RequestError> {
+    let RequestContext { worker, config, peer, body, body_bytes, body_values, .. } = request_context;
+    let is_done = body_values.is_some()
+        || body.is_end_stream()
+        || validated.websocket.is_some()
+        || peer.connection.is_forward_auth;
+    if is_done {
+        return Ok(None);
+    }
+    let (served, actions) = (&*config.served, resolved.actions());
+    let max_bytes = served.body_key_limit(actions);
+    if *body_bytes > max_bytes as u64 {
+        return Err(RequestError::BodyTooLarge(max_bytes as u64));
+    }
+    let timeout = timeouts_of(served, actions).body;
+    let limits = upload_limits(worker, served, resolved.route_id);
+    Ok(Some(Box::new(BodyReading { plan: Arc::clone(plan), max_bytes, limits, timeout })))
+}
+
+fn timeouts_of<'a>(served: &'a ServedConfig, actions: Option<&'a RouteActions>) -> &'a Timeouts {
+    actions.and_then(|actions| actions.timeouts.as_ref()).unwrap_or(&served.config.timeouts)
 }
 
 /// Fails for a request that a deny entry or the allow list of its route denies.
@@ -452,7 +566,7 @@ async fn forward(
     let served = &*config.served;
     let route = &served.routes[plan.route];
     let actions = served.actions_of(route);
-    let timeouts = actions.and_then(|actions| actions.timeouts.as_ref()).unwrap_or(&served.config.timeouts);
+    let timeouts = timeouts_of(served, actions);
     peer.body_timeout.set(timeouts.body);
     if let Some(reply) = plan.actions.as_mut().and_then(|actions| actions.direct_response.take()) {
         return Ok(reply.map(Content::from));
@@ -484,7 +598,6 @@ async fn forward(
 mod tests {
     use std::future::poll_fn;
     use std::net::Ipv4Addr;
-    use std::sync::Arc;
     use std::task::Waker;
 
     use super::*;

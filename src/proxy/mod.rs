@@ -1,6 +1,6 @@
 //! The life of one request, from its head to the end of its response.
 //!
-//! `handler` validates, routes, decides and forwards. `admission` decides by the rules and waits for a slot, `held_slots`
+//! `handler` validates, routes, decides and forwards. `body_reading` reads a body that rules depend on. `admission` decides by the rules and waits for a slot, `held_slots`
 //! releases the slots, `delayed_request` waits for a later window, `response_cost` settles charges that depend on the
 //! response. `response` turns results into responses, and `request_record` counts and logs each request once. `websocket`
 //! ends a handshake and runs the tunnel.
@@ -9,6 +9,7 @@
 //! `worker_state` what a worker keeps between requests, `peer` what requests know of their connection.
 
 mod admission;
+mod body_reading;
 mod delayed_request;
 pub mod handler;
 mod held_slots;

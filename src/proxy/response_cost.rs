@@ -152,7 +152,7 @@ impl PendingCost {
         let field = |name| joined(&headers, name);
         let reader =
             plan.map(|plan| UsageReader::new(plan, field(CONTENT_TYPE).as_deref(), field(CONTENT_ENCODING).as_deref()));
-        let mut reading = Box::new(BodyReading { pending_cost: self, status, headers, reader, bytes: 0 });
+        let mut reading = Box::new(UsageReading { pending_cost: self, status, headers, reader, bytes: 0 });
         let local = response.body().local();
         if local.is_none() && !response.body().is_end_stream() {
             let fields = is_changed.then(|| reading.pending_cost.fields());
@@ -281,13 +281,13 @@ impl PendingCost {
 }
 
 /// The lines of a field as one. Several codings in several lines are none that is decoded.
-fn joined(headers: &HeaderMap, name: HeaderName) -> Option<Vec<u8>> {
+pub fn joined(headers: &HeaderMap, name: HeaderName) -> Option<Vec<u8>> {
     let lines: Vec<&[u8]> = headers.get_all(name).iter().map(|value| value.as_bytes()).collect();
     (!lines.is_empty()).then(|| lines.join(&b", "[..]))
 }
 
 /// Reads the body of a response until the rules can be settled.
-struct BodyReading {
+struct UsageReading {
     pending_cost: Box<PendingCost>,
     status: StatusCode,
     headers: HeaderMap,
@@ -296,7 +296,7 @@ struct BodyReading {
     bytes: u64,
 }
 
-impl BodyReading {
+impl UsageReading {
     /// `true` if a counter may have changed.
     fn settle(&mut self, end: BodyEnded<'_>) -> bool {
         let (trailers, is_aborted) = match end {
@@ -316,7 +316,7 @@ impl BodyReading {
     }
 }
 
-impl BodyObserver for BodyReading {
+impl BodyObserver for UsageReading {
     fn data(&mut self, bytes: &[u8]) {
         self.bytes += bytes.len() as u64;
         self.reader.iter_mut().for_each(|reader| reader.push(bytes));

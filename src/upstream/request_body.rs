@@ -1,5 +1,5 @@
 //! The body of a request: from the client, through its limits, to the upstream. Nothing is buffered beyond what a retry
-//! over HTTP/2 needs; every frame moves when the upstream takes it.
+//! over HTTP/2 needs, or rules read before they decide; every frame moves when the upstream takes it.
 //!
 //! From the client inwards: [`BodySource`] unites HTTP/1.1 and HTTP/2, [`ClientBody`] leaves an unfinished body to a
 //! [`BodyDrain`], [`Upload`] applies limits and replays, and [`RequestBody`] is what upstream connections send.
@@ -20,6 +20,7 @@ use http_body::{Body, Frame, SizeHint};
 use crate::timer::{Timer, Timers};
 use transom_http::error::RequestError;
 use transom_http::headers;
+use transom_usage::memory_budget::MemoryShare;
 
 /// Where a body comes from.
 pub enum BodySource {
@@ -28,6 +29,31 @@ pub enum BodySource {
     Http1(Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>),
     Http2(Http2Body),
     Observed(Box<ObservedBody>),
+    /// In memory.
+    Buffered(Box<BufferedBody>),
+}
+
+/// A body that was read as a whole.
+pub struct BufferedBody {
+    data: Bytes,
+    trailers: Option<HeaderMap>,
+    /// Held until the body is dropped.
+    _memory: MemoryShare,
+}
+
+impl BufferedBody {
+    pub fn new(data: Bytes, trailers: Option<HeaderMap>, memory: MemoryShare) -> BufferedBody {
+        BufferedBody { data, trailers, _memory: memory }
+    }
+
+    pub fn data(&self) -> &[u8] {
+        &self.data
+    }
+
+    fn take_frame(&mut self) -> Option<Frame<Bytes>> {
+        let data = std::mem::take(&mut self.data);
+        if data.is_empty() { self.trailers.take().map(Frame::trailers) } else { Some(Frame::data(data)) }
+    }
 }
 
 /// Is shown the data of a body.
@@ -68,6 +94,7 @@ impl BodySource {
                 }
                 frame
             }
+            BodySource::Buffered(body) => Poll::Ready(body.take_frame().map(Ok)),
         }
     }
 
@@ -77,6 +104,7 @@ impl BodySource {
             BodySource::Http1(body) => body.is_end_stream(),
             BodySource::Http2(body) => body.stream.is_end_stream(),
             BodySource::Observed(observed) => observed.body.is_end_stream(),
+            BodySource::Buffered(body) => body.data.is_empty() && body.trailers.is_none(),
         }
     }
 
@@ -86,6 +114,7 @@ impl BodySource {
             BodySource::Http1(body) => body.size_hint(),
             BodySource::Http2(body) => body.bytes_left.map_or_else(SizeHint::default, SizeHint::with_exact),
             BodySource::Observed(observed) => observed.body.size_hint(),
+            BodySource::Buffered(body) => SizeHint::with_exact(body.data.len() as u64),
         }
     }
 }
@@ -163,6 +192,13 @@ impl ClientBody {
         }
         let drain = drain.filter(|_| !matches!(body, BodySource::Empty)).cloned();
         ClientBody { body: Some(body), drain }
+    }
+}
+
+impl ClientBody {
+    /// A body that was read as a whole.
+    pub fn buffered(body: BufferedBody) -> ClientBody {
+        ClientBody { body: Some(BodySource::Buffered(Box::new(body))), drain: None }
     }
 }
 
@@ -424,6 +460,11 @@ impl UploadLimits {
     /// Removes these trailers, too.
     pub fn without_trailers(self, removed_trailers: Option<Arc<[HeaderName]>>) -> UploadLimits {
         UploadLimits { removed_trailers, ..self }
+    }
+
+    /// With another limit of size, if that is lower.
+    pub fn at_most(self, max_bytes: u64) -> UploadLimits {
+        UploadLimits { max_bytes: Some(self.max_bytes.map_or(max_bytes, |own| own.min(max_bytes))), ..self }
     }
 
     /// Checks a poll of the body: `Ready` with the bytes received, or `Pending`, in which case the task is woken when

@@ -7,6 +7,7 @@ use std::process::Command;
 
 use serde_json::json;
 use transom_config::access::{AccessSettings, DenySettings};
+use transom_config::body_condition::BodyCondition;
 use transom_config::certificate::CertificateFiles;
 use transom_config::client_tls::ClientTlsSettings;
 use transom_config::clients::{ClientSettings, ClientsSettings};
@@ -499,6 +500,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings_and_key_parts
         ("### Usage", [UsagePointers::settings(), WeightSettings::settings()].concat()),
         ("### Descriptors", Descriptor::settings()),
         ("### Counted responses", CountWhen::settings()),
+        ("### Values of the body", BodyCondition::settings()),
         ("## `[clients]`", [ClientsSettings::settings(), ClientSettings::settings()].concat()),
         ("## `[access]`", [AccessSettings::settings(), DenySettings::settings()].concat()),
         ("## `[jwt]`", [JwtSettings::settings(), JwtKeySettings::settings()].concat()),

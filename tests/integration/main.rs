@@ -19,6 +19,7 @@ mod admin_api;
 mod advisories;
 mod behind_balancer;
 mod bodies;
+mod body_keys;
 mod body_limits;
 mod cancellation;
 mod certificate_files;

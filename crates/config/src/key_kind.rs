@@ -8,6 +8,7 @@ use super::diagnostics::{Parsed, quoted};
 use super::path::is_param_name;
 use super::values::{FIELD_NAME_FIX, parse_field_name};
 use transom_limiter::key::{KeyPart, PartArgument, PartKind, Prefixes};
+use transom_usage::json_pointer::JsonPointer;
 
 /// The kinds of parts in hashes of keys. The numbers must not change, because stored counters depend on them.
 pub mod number {
@@ -31,6 +32,7 @@ pub mod number {
     pub const ENTRY: u8 = 15;
     pub const CLIENT: u8 = 16;
     pub const BEARER: u8 = 17;
+    pub const JSON: u8 = 18;
 }
 
 /// Header fields whose values are secret.
@@ -182,7 +184,7 @@ pub enum Logged {
 }
 
 /// All kinds, in the order of the reference.
-pub static KINDS: [&KeyKind; 16] = [
+pub static KINDS: [&KeyKind; 17] = [
     &IP,
     &CLIENT,
     &HEADER,
@@ -191,6 +193,7 @@ pub static KINDS: [&KeyKind; 16] = [
     &BEARER,
     &PARAM,
     &JWT,
+    &JSON,
     &BASIC_USER,
     &CLIENT_CERT,
     &HOST,
@@ -339,6 +342,25 @@ pub static JWT: KeyKind = KeyKind {
     value: ValueForm::Text(reject_empty),
     example_value: "VALUE",
     logged: Logged::Authorization,
+};
+
+/// A value in the JSON body, by its pointer.
+pub static JSON: KeyKind = KeyKind {
+    part: PartKind { name: "json", identity: "Json", number: number::JSON },
+    forms: &[(
+        "json:POINTER",
+        "a [value of the JSON body](#values-of-the-body) by its JSON Pointer, such as `\"json:/model\"`: a text, number or Boolean",
+    )],
+    argument: Argument::Name(NameForm { what: "JSON Pointer", example: "json:/model", parse: parse_json_pointer }),
+    presence: Presence::Optional,
+    is_secret: is_secret_name,
+    variety: Variety::Any,
+    identifies: Identifies::Nothing,
+    not_hashed: Some("`json` cannot be hashed: bodies are read only for rules"),
+    not_denied: Some("use another part: requests are denied before their body is read"),
+    value: ValueForm::Text(reject_empty),
+    example_value: "VALUE",
+    logged: Logged::Never,
 };
 
 /// The user name of Basic authentication. The password is not verified.
@@ -617,6 +639,17 @@ fn parse_param(part: &NamedPart) -> Parsed<String> {
     Err((format!("{} names no parameter of a path", quoted(part.text)), format!("write `\"param:{bare}\"`")))
 }
 
+fn parse_json_pointer(part: &NamedPart) -> Parsed<String> {
+    match JsonPointer::parse(part.name) {
+        Ok(pointer) if !part.name.is_empty() => Ok(pointer.to_string()),
+        Ok(_) => Err(part.no_name("write a JSON Pointer, such as `\"json:/model\"`")),
+        Err(error) => Err((
+            format!("{} names no value of a JSON body: {error}", quoted(part.text)),
+            String::from("write a JSON Pointer, such as `\"json:/model\"`"),
+        )),
+    }
+}
+
 fn parse_claim(part: &NamedPart) -> Parsed<String> {
     part.plausible_name().map(str::to_owned)
 }
@@ -683,10 +716,13 @@ mod tests {
         for kind in KINDS {
             for (form, documentation) in kind.forms {
                 assert!(!documentation.is_empty(), "{form}");
-                let text = form.replace("BITS", "24").replace("NAME", "name").replace("CLAIM", "name");
+                let placeholders = [("NAME", "name"), ("CLAIM", "name"), ("POINTER", "/name")];
+                let fill = |text: String, (placeholder, name): &(&str, &str)| text.replace(placeholder, name);
+                let text = placeholders.iter().fold(form.replace("BITS", "24"), fill);
                 let part = parse_part(&text).unwrap();
                 assert!(std::ptr::eq(KeyKind::of(&part), kind), "{form}");
-                assert_eq!(part.name().is_some(), form.ends_with("NAME") || form.ends_with("CLAIM"), "{form}");
+                let has_name = placeholders.iter().any(|(placeholder, _)| form.ends_with(placeholder));
+                assert_eq!(part.name().is_some(), has_name, "{form}");
             }
         }
         assert!(parse_part("entry").is_err() && parse_part("entry:name").is_err());

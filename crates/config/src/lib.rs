@@ -19,6 +19,7 @@ use transom_limiter::rule::Rule;
 pub mod settings;
 
 pub mod access;
+pub mod body_condition;
 pub mod calendar;
 pub mod certificate;
 pub mod check;
@@ -60,6 +61,7 @@ pub mod values;
 pub mod window;
 
 use access::Access;
+use body_condition::BODY_KEY_LIMIT;
 use clients::Clients;
 use counters::Counters;
 use diagnostics::{Inputs, Problem, ReadFile, Report, quoted};
@@ -162,6 +164,9 @@ settings! {
             ForwardPath::Original,
             &[("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)],
         );
+        /// How much of a request body is read for [`json:` keys and `when`](#values-of-the-body). A longer body gets 413. Routes
+        /// can override it.
+        body_key_limit: usize = BODY_KEY_LIMIT;
     }
 }
 

@@ -95,7 +95,8 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
         .chain(repeated_denials(config))
         .chain(config.routes.iter().filter_map(|route| usage_without_upstream(config, route)));
     messages.extend(warnings.map(LintMessage::warning));
-    let notes = rules_of_responses(config).into_iter().chain(paths_with_variants(config));
+    let notes =
+        rules_of_responses(config).into_iter().chain(rules_of_bodies(config)).chain(paths_with_variants(config));
     let notes = notes.chain(credentials_with_scheme(config)).chain(subjects_in_clear(config)).chain(in_store(config));
     messages.extend(notes.map(LintMessage::note));
     let shown = |LintMessage { text, kind }| LintMessage { text: config.hidden.removed_from(text), kind };
@@ -341,6 +342,19 @@ fn rules_of_responses(config: &Config) -> Option<String> {
         format!(
             "the gateway does not see the responses to requests about which proxies ask on `forward_auth`: they always count by \
              {}, with the cost that is reserved, and hold no slot of `concurrent`",
+            quoted_list(names.into_iter(), "and")
+        )
+    })
+}
+
+/// Notes rules that depend on the body, which a proxy that asks does not send.
+fn rules_of_bodies(config: &Config) -> Option<String> {
+    let used: BTreeSet<RuleId> = config.routes.iter().flat_map(|route| route.rules.iter().copied()).collect();
+    let rules = used.iter().map(|rule| &config.rules[*rule]);
+    let names: Vec<&str> = rules.filter(|rule| rule.reads_bodies()).map(|rule| rule.name.as_str()).collect();
+    (!config.listen.forward_auth.is_empty() && !names.is_empty()).then(|| {
+        format!(
+            "requests about which proxies ask on `forward_auth` have no body: to {}, they lack every value of it",
             quoted_list(names.into_iter(), "and")
         )
     })

@@ -3,6 +3,7 @@
 //! All actions are checked here, so that they cannot fail for a request: a prefix that the path of the route does not
 //! have, an unknown variable, or a header field that only the gateway may set is a problem.
 
+use super::body_condition::BODY_KEY_LIMIT;
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::limits::{MAX_BODY, MIN_RATE, RouteTimeouts, Timeouts};
 use super::path::{PathPattern, PatternKind, Segment};
@@ -50,6 +51,8 @@ settings! {
             Optional(Inline::<RouteTimeouts>::or("write `timeouts = { response_head = \"5s\" }`"));
         /// As in [`[limits]`](#limits), for this route; `"unlimited"` switches the limit off.
         max_body: Option<Option<u64>> = Optional(MAX_BODY);
+        /// As at the [top level](#top-level), for this route.
+        body_key_limit: Option<usize> = Optional(BODY_KEY_LIMIT);
         /// As in [`[limits]`](#limits), for this route; `0` switches the limit off.
         min_request_rate: Option<u64> = Optional(MIN_RATE);
     }
@@ -159,6 +162,8 @@ pub struct Actions {
     pub timeouts: Option<Timeouts>,
     /// Replaces [`super::limits::Limits::max_body`]; `Some(None)`: no limit.
     pub max_body: Option<Option<u64>>,
+    /// Replaces [`super::General::body_key_limit`].
+    pub body_key_limit: Option<usize>,
     /// Replaces [`super::limits::Limits::min_request_rate`].
     pub min_request_rate: Option<u64>,
 }
@@ -288,6 +293,7 @@ impl ActionSettings {
             response_fields: self.response_headers.resolve(context.path, report),
             timeouts: self.timeouts.map(|own| own.over(context.timeouts)),
             max_body: self.max_body,
+            body_key_limit: self.body_key_limit,
             min_request_rate: self.min_request_rate,
         };
         (actions != Actions::default()).then(|| Box::new(actions))

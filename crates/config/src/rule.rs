@@ -8,12 +8,13 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
+use super::body_condition::BodyCondition;
 use super::count_when::{CountWhen, read_statuses};
 use super::descriptor::{Descriptor, check_descriptor};
 use super::diagnostics::{Report, Span, quoted};
 use super::key::{KeySettings, OnUnknownKey};
 use super::key_format::{KEY_FORMAT, check_key_format};
-use super::key_kind::CLIENT;
+use super::key_kind::{CLIENT, JSON};
 use super::listen::ClientCerts;
 use super::overrides::ExceptionSettings;
 use super::redis::{DefaultSharing, OUTAGES, RULE_MODES, TABLE_FIX};
@@ -78,6 +79,11 @@ settings! {
         count_refused: bool = Boolean(false);
         /// Only requests with [such a response](#counted-responses) stay charged. Without it: all.
         count_when: Option<CountWhen> = Optional(Inline::<CountWhen>::or("write, for example, `count_when = { status = [401] }`"));
+        /// Only requests whose JSON body has [such a value](#values-of-the-body) are counted, and those whose body is not a JSON
+        /// object. Without it: all.
+        when: Option<BodyCondition> = Optional(Inline::<BodyCondition>::or(
+            "write, for example, `when = { json = \"/model\", in = [\"gpt-5*\"] }`",
+        ));
         /// Lock-out: after a refusal by a window of this rule, the key stays refused for so long, counted from that refusal.
         /// Refusals meanwhile do not extend it. A [shared](../guides/shared-counters.md#lease-or-exact) rule counts as with
         /// `shared = "exact"`.
@@ -180,6 +186,8 @@ pub struct GatewayRule {
     pub refusal: RefusalResponse,
     /// The responses whose requests it counts; `None`: all.
     pub count_when: Option<CountWhen>,
+    /// The requests that it counts; `None`: all.
+    pub when: Option<BodyCondition>,
     /// The usage that is the cost; `None`: another cost.
     pub usage: Option<UsageCost>,
     /// Statuses of the upstream with which a request costs nothing, unless its response states a cost.
@@ -194,6 +202,11 @@ impl GatewayRule {
     /// Whether the key has the client as a part.
     pub fn counts_clients(&self) -> bool {
         self.key.iter().any(|part| CLIENT.has(part))
+    }
+
+    /// Whether it depends on the body of requests.
+    pub fn reads_bodies(&self) -> bool {
+        self.when.is_some() || self.key.iter().any(|part| JSON.has(part))
     }
 
     /// The names of its limits in responses and metrics.
@@ -242,6 +255,7 @@ pub fn read_rules(
             rate_limit_style,
             refusal: RefusalResponse::default(),
             count_when: None,
+            when: None,
             usage: None,
             refund_on: Vec::new(),
             on_unknown_key: OnUnknownKey::Count,
@@ -325,6 +339,10 @@ fn read_rule(
     check_penalty(rule, &table, report);
     check_key_format(rule, &table, report);
     check_descriptor(rule, settings.descriptor.as_ref(), &table, report);
+    if let (Some(item), Some(_)) = (table.given("when"), table.given("descriptor")) {
+        let message = "`when` cannot be combined with `descriptor`: requests to the rate limit service have no body";
+        report.problem(item.key_span, message, "remove one of the two");
+    }
     table.finish(report);
 
     let gateway_rule = &mut checked.rule;
@@ -335,6 +353,7 @@ fn read_rule(
         retry_jitter_s: settings.retry_jitter.as_millis().div_ceil(1000) as u64,
     };
     gateway_rule.count_when = settings.count_when;
+    gateway_rule.when = settings.when;
     if let WrittenCost::Stated(cost) = settings.cost {
         let cost = *cost;
         gateway_rule.refund_on = match (cost.refund_on, &cost.usage) {

@@ -4,12 +4,13 @@ use std::ops::RangeInclusive;
 
 use toml::de::DeValue;
 
+use super::body_condition::{read_pattern, read_pointer};
 use super::diagnostics::{Report, quoted};
 use super::settings::{Custom, Inline, Kind, Section, Shape, Words};
 use super::toml_reader::{Item, SpannedStr, Table};
 use transom_usage::decimal::Decimal;
 use transom_usage::json_pointer::JsonPointer;
-use transom_usage::usage::{Kind as UsageKind, ModelWeights, Weights};
+use transom_usage::usage::{Kind as UsageKind, ModelWeights, NamePattern, Weights};
 use transom_usage::usage_reader::UsageSource;
 
 /// What the gateway reads of a response, and what follows from it.
@@ -139,16 +140,6 @@ fn read_usage(item: &Item, report: &mut Report) -> Option<Option<UsageSource>> {
     Some(Some(UsageSource::Pointers(distinct)))
 }
 
-fn read_pointer(text: &SpannedStr, report: &mut Report) -> Option<JsonPointer> {
-    let fix = "write a JSON Pointer such as `\"/usage/total_tokens\"`";
-    let parsed = JsonPointer::parse(text.text);
-    parsed
-        .map_err(|error| {
-            report.problem(text.span.clone(), format!("{} is not a JSON Pointer: {error}", quoted(text.text)), fix)
-        })
-        .ok()
-}
-
 fn read_weights(item: &Item, report: &mut Report) -> Option<Option<ModelWeights>> {
     let table = item.table("`weights`", WEIGHTS_FORMS, report)?;
     let items = table.items();
@@ -156,28 +147,21 @@ fn read_weights(item: &Item, report: &mut Report) -> Option<Option<ModelWeights>
         return Some(Some(ModelWeights::of_all(WeightSettings::read_all(table, report).weights())));
     }
     let mut default = None;
-    let mut patterns: Vec<(String, Weights)> = Vec::new();
+    let mut patterns: Vec<(NamePattern, Weights)> = Vec::new();
     for item in items {
-        let star = item.key.find('*').filter(|at| at + 1 < item.key.len());
-        if star.is_some() || item.key.is_empty() {
-            let message = format!("{} is not a pattern of models", quoted(item.key));
-            report.problem(
-                item.key_span.clone(),
-                message,
-                "write a name, or the beginning of names with `*` at the end",
-            );
-        }
+        let name = SpannedStr { text: item.key, span: item.key_span.clone() };
+        let pattern = if item.key == "default" { None } else { read_pattern(&name, report) };
         let title = format!("the weights of {}", quoted(item.key));
         let Some(table) = item.table(title, "write, for example, `default = { input = 1, output = 4 }`", report) else {
             continue;
         };
         let weights = WeightSettings::read_all(table, report).weights();
-        match item.key {
-            "default" => default = Some(weights),
-            name => patterns.push((name.to_owned(), weights)),
+        match pattern {
+            Some(pattern) => patterns.push((pattern, weights)),
+            None => default = Some(weights),
         }
     }
-    Some(Some(ModelWeights::new(patterns.into_iter(), default)))
+    Some(Some(ModelWeights::new(patterns, default)))
 }
 
 /// Reports settings that concern only a cost by usage.

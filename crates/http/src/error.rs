@@ -105,6 +105,12 @@ pub enum RequestError {
     BodyTooSlow,
     /// The body exceeds this number of bytes.
     BodyTooLarge(u64),
+    /// The body has a member twice that rules depend on.
+    BodyAmbiguous,
+    /// The content coding of the body is unknown, or its data are invalid, and rules depend on the body.
+    BodyCoding,
+    /// The bodies that are read before their decision take too much memory.
+    BodyMemory,
     /// The client does not read the response, or too slowly. This error is never sent.
     Stalled,
     /// No connection to a server could be opened.
@@ -218,6 +224,9 @@ error_kinds! {
     BodyTimeout        "body_timeout"         Client   408 DeadlineExceeded  Quiet   true,
     BodyTooSlow        "body_too_slow"        Client   408 DeadlineExceeded  Quiet   true,
     BodyTooLarge       "body_too_large"       Client   413 ResourceExhausted Quiet   true,
+    BodyAmbiguous      "body_ambiguous"       Client   400 Internal          Quiet   false,
+    BodyCoding         "body_coding"          Client   415 Internal          Quiet   true,
+    BodyMemory         "body_memory"          Gateway  503 Unavailable       Warning true,
     Stalled            "stalled"              Client   408 DeadlineExceeded  Quiet   true,
     Connect            "connect"              Upstream 502 Unavailable       Warning false,
     ConnectTimeout     "connect_timeout"      Upstream 504 DeadlineExceeded  Warning false,
@@ -352,6 +361,9 @@ impl fmt::Display for RequestError {
             RequestError::KeyMalformed { part, .. } if part == "basic-user" => {
                 f.write_str("the credentials in `authorization` are not Base64")
             }
+            RequestError::KeyMalformed { part, .. } if part.starts_with("json:") => {
+                write!(f, "the value at `{part}` is too long, not Unicode, or a number of another form")
+            }
             RequestError::KeyMalformed { part, .. } => {
                 write!(f, "`{part}` contains bytes other than printable ASCII")
             }
@@ -366,6 +378,11 @@ impl fmt::Display for RequestError {
             RequestError::BodyTooLarge(max_bytes) => {
                 write!(f, "the body of the request has more than {max_bytes} bytes")
             }
+            RequestError::BodyAmbiguous => {
+                f.write_str("the body of the request has a member twice that the limits depend on")
+            }
+            RequestError::BodyCoding => f.write_str("the content coding of the request cannot be decoded"),
+            RequestError::BodyMemory => f.write_str("too many bodies of requests are being read at the moment"),
             RequestError::Stalled => f.write_str("the client did not read the response"),
             RequestError::Connect(_) => f.write_str("no upstream server could be reached"),
             RequestError::ConnectTimeout => f.write_str("connecting to the upstream server took too long"),

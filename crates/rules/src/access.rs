@@ -331,7 +331,7 @@ fn hidden(part: &str, error: &KeyError) -> Result<(), RequestError> {
         KeyError::RepeatedAuthorization => {
             Err(RequestError::KeyAmbiguous { rule, part: String::from("authorization") })
         }
-        KeyError::MalformedCredentials => Err(RequestError::KeyMalformed { rule, part }),
+        KeyError::MalformedCredentials | KeyError::UnreadableMember => Err(RequestError::KeyMalformed { rule, part }),
         KeyError::InvalidEscape => Err(RequestError::Query("the query contains a `%` without two hex digits")),
     }
 }

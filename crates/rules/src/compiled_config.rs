@@ -24,7 +24,7 @@ use crate::route_actions::RouteActions;
 use crate::router::Router;
 use crate::store_key_text::KeyDigester;
 use crate::top_keys::CountedRules;
-use transom_config::key_kind::{BEARER, HEADER, JWT};
+use transom_config::key_kind::{BEARER, HEADER, JSON, JWT};
 use transom_config::listen::Listen;
 use transom_config::route::Route;
 use transom_config::rule::GatewayRule;
@@ -37,6 +37,8 @@ use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Cost;
 use transom_limiter::rule_set::{CompiledRule, RuleSet};
+use transom_usage::json_pointer::JsonPointer;
+use transom_usage::request_body::BodyPlan;
 
 #[derive(Debug)]
 pub struct CompiledConfig {
@@ -111,6 +113,8 @@ pub struct RouteRules {
     pub rule_keys: IdVec<PlanPosition, RuleKey>,
     pub rate_limit_template: RateLimitTemplate,
     pub response_costs: ResponseCosts,
+    /// What is read of bodies before the decision; `None`: nothing.
+    pub body_plan: Option<Arc<BodyPlan>>,
 }
 
 impl CompiledConfig {
@@ -148,6 +152,7 @@ impl CompiledConfig {
             let rules = *known.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
                 let rule_key = |rule: &RuleId| {
                     let rule_key = RuleKey::new(&rule_set.rules[*rule], route, seed);
+                    let rule_key = rule_key.with_condition(config.rules[*rule].when.clone());
                     rule_key.with_overrides(overrides[*rule].clone()).with_client_check(client_checks[*rule].clone())
                 };
                 route_rules.push(RouteRules::new(&rule_set, &config, route, rule_key))
@@ -238,6 +243,11 @@ impl CompiledConfig {
         actions.and_then(|actions| actions.max_body).unwrap_or(self.config.limits.max_body)
     }
 
+    /// The limit of the route with these actions, or else of the configuration, for bodies that are read before the decision.
+    pub fn body_key_limit(&self, actions: Option<&RouteActions>) -> usize {
+        actions.and_then(|actions| actions.body_key_limit).unwrap_or(self.config.general.body_key_limit)
+    }
+
     pub fn rules_of(&self, route: &CompiledRoute) -> &RouteRules {
         &self.route_rules[route.rules]
     }
@@ -273,9 +283,17 @@ impl RouteRules {
             rule_keys: charge_plan.rules().map(rule_key),
             rate_limit_template: RateLimitTemplate::new(&charge_plan, |rule| config.rules[rule].rate_limit_style),
             response_costs: ResponseCosts::of(config, charge_plan.rules()),
+            body_plan: BodyPlan::new(route.rules.iter().flat_map(|rule| body_pointers(&config.rules[*rule])).collect()),
             charge_plan,
         }
     }
+}
+
+/// The values of bodies that a rule depends on.
+fn body_pointers(rule: &GatewayRule) -> impl Iterator<Item = JsonPointer> {
+    let keys = rule.key.iter().filter(|part| JSON.has(part)).filter_map(KeyPart::name);
+    let keys = keys.filter_map(|name| JsonPointer::parse(name).ok());
+    keys.chain(rule.when.iter().filter_map(|condition| condition.json.clone()))
 }
 
 fn key_fields(config: &Config) -> Vec<HeaderName> {

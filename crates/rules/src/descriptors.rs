@@ -113,6 +113,7 @@ mod tests {
             rate_limit_style: RateLimitStyle::Off,
             refusal: RefusalResponse::default(),
             count_when: None,
+            when: None,
             usage: None,
             refund_on: Vec::new(),
             on_unknown_key: OnUnknownKey::Count,

@@ -22,6 +22,9 @@ use transom_jwt::cache::TokenCache;
 use transom_jwt::token::TokenError;
 use transom_limiter::ip_prefix::canonical_address;
 use transom_limiter::key::{KeyHasher, KeyPart, Prefixes, Seed};
+use transom_usage::json_pointer::JsonPointer;
+use transom_usage::request_body::BodyValues;
+use transom_usage::values::Text;
 
 /// What keys can be made of in a request, before any header field is added or removed.
 pub struct RequestAttributes<'a> {
@@ -43,6 +46,8 @@ pub struct RequestAttributes<'a> {
     pub tokens: &'a TokenCache,
     /// Wall clock in Unix milliseconds, for the validity of tokens; 0 if no tokens are configured.
     pub wall_ms: u64,
+    /// What was read of the body; `None` for requests without a body, and of routes whose rules read none.
+    pub body: Option<&'a BodyValues>,
 }
 
 /// What keys can be made of in the connection of a request. Where the connection is not known, all of it is missing.
@@ -63,6 +68,8 @@ pub enum KeySource {
     Bearer,
     /// The name of a claim.
     Jwt(String),
+    /// A value of the JSON body.
+    Json(JsonPointer),
     /// The position of a parameter in the path of the route.
     Param(usize),
     /// No request of the route has the part.
@@ -89,6 +96,8 @@ pub enum KeyError {
     /// The value of a field or cookie has bytes outside of printable ASCII. Servers decode such bytes differently, and many
     /// of them are invisible.
     NotPrintable,
+    /// The value of the body is too long, not Unicode, or a number of another form.
+    UnreadableMember,
     /// The part names no client, and the rule refuses such keys.
     Unknown,
     Token(TokenError),
@@ -106,6 +115,8 @@ impl KeySource {
             kind::QUERY => KeySource::Query(name.to_owned()),
             kind::BEARER => KeySource::Bearer,
             kind::JWT => KeySource::Jwt(name.to_owned()),
+            // The configuration check rejects invalid pointers.
+            kind::JSON => JsonPointer::parse(name).map_or(KeySource::Unavailable, KeySource::Json),
             kind::PARAM => {
                 let position = params.iter().position(|known| *known == name);
                 position.map_or(KeySource::Unavailable, KeySource::Param)
@@ -163,6 +174,11 @@ impl KeySource {
                 let user = user?.ok_or(KeyError::Missing)?;
                 take(kind::BASIC_USER, &user);
             }
+            KeySource::Json(pointer) => match request.body.map_or(Text::Absent, |body| body.text(pointer)) {
+                Text::Absent | Text::Found("") => return Err(KeyError::Missing),
+                Text::Unreadable => return Err(KeyError::UnreadableMember),
+                Text::Found(text) => take(kind::JSON, text.as_bytes()),
+            },
             KeySource::Bearer => match bearer_of(request)? {
                 b"" => return Err(KeyError::Missing),
                 token => take(kind::BEARER, token),
@@ -262,6 +278,7 @@ pub mod tests {
     use crate::store_key_text::tests::{headers, token, tokens};
     use transom_config::key::parse_part;
     use transom_config::key_kind::{Argument, BEARER, CLIENT, ENTRY, JWT, KINDS, KeyKind, ValueForm};
+    use transom_usage::request_body::BodyPlan;
 
     /// The connection of the requests in tests. It has everything.
     pub const CONNECTION: ConnectionValues<'_> = ConnectionValues { client_cert: Some("f00d") };
@@ -278,7 +295,10 @@ pub mod tests {
         ]);
         let uri = Uri::from_static("/u/77?api_key=key");
         with_request("10.0.0.7", &headers, &tokens(), |request| {
-            let request = RequestAttributes { uri: &uri, ..*request };
+            let pointer = JsonPointer::parse("/model").unwrap();
+            let plan = BodyPlan::new(vec![pointer]).unwrap();
+            let body = BodyValues::read(&plan, b"{\"model\":\"m\"}", None, 99).unwrap();
+            let request = RequestAttributes { uri: &uri, body: Some(&body), ..*request };
             let mut fed = Vec::new();
             let found =
                 KeySource::new(part, &["id"]).feed(&request, &mut |kind, value| fed.push((kind, value.to_vec())));

@@ -13,6 +13,7 @@ use super::client_plans::{ClientCheck, ClientLookup};
 use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::overrides::{self, KnownPlans, Overrides, RuleTreatment};
 use super::store_key_text::{DIGEST, KeyDigester, KeyTextFormat};
+use transom_config::body_condition::BodyCondition;
 use transom_config::key_kind::CLIENT;
 use transom_config::route::Route;
 use transom_http::error::RequestError;
@@ -23,6 +24,8 @@ use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
+use transom_usage::request_body::BodyValues;
+use transom_usage::values::Text;
 
 /// Finds the key of one rule in the requests of one route.
 #[derive(Debug)]
@@ -35,6 +38,8 @@ pub struct RuleKey {
     client_check: Option<ClientCheck>,
     cost: RequestCost,
     overrides: Option<Arc<Overrides>>,
+    /// The requests that the rule counts; `None`: all.
+    condition: Option<BodyCondition>,
     /// Whether the client is a part of the key.
     is_by_client: bool,
 }
@@ -193,6 +198,7 @@ impl RuleKey {
             client_check: None,
             cost: RequestCost::new(&rule.rule, route),
             overrides: None,
+            condition: None,
             is_by_client: rule.rule.key.iter().any(|part| CLIENT.has(part)),
         }
     }
@@ -200,6 +206,11 @@ impl RuleKey {
     /// Adds the overrides of the rule, see [`RuleKey::compile_overrides`].
     pub fn with_overrides(self, overrides: Option<Arc<Overrides>>) -> RuleKey {
         RuleKey { overrides, ..self }
+    }
+
+    /// Counts only requests for which a condition holds.
+    pub fn with_condition(self, condition: Option<BodyCondition>) -> RuleKey {
+        RuleKey { condition, ..self }
     }
 
     /// Checks that keys name clients.
@@ -221,6 +232,9 @@ impl RuleKey {
         if self.overrides.as_ref().is_some_and(|overrides| overrides.exempts(request.address)) {
             return Ok(None);
         }
+        if self.condition.as_ref().is_some_and(|condition| !holds(condition, request.body)) {
+            return Ok(None);
+        }
         let Some((key, offset)) = self.key_hash(request, clients)? else { return Ok(None) };
         let keyed_request = |variant, cost| KeyedRequest { key, offset, variant, cost };
         let treatment = self.overrides.as_ref().map(|overrides| self.treatment(overrides, key, request, clients));
@@ -240,11 +254,12 @@ impl RuleKey {
     }
 
     /// Whether the rule exempts a request for which [`RuleKey::keyed_request`] has found no key. Otherwise the rule skips the
-    /// request, because it lacks the key.
+    /// request, because it lacks the key, or the condition of the rule does not hold.
     #[cold]
     pub fn is_exempt(&self, request: &RequestAttributes<'_>, clients: &ClientLookup<'_>) -> bool {
         let is_in_network = self.overrides.as_ref().is_some_and(|overrides| overrides.exempts(request.address));
-        is_in_network || matches!(self.key_hash(request, clients), Ok(Some(_)))
+        let is_counted = self.condition.as_ref().is_none_or(|condition| holds(condition, request.body));
+        is_in_network || is_counted && matches!(self.key_hash(request, clients), Ok(Some(_)))
     }
 
     /// How the rule treats a key. An override of the key takes precedence over the plan of the client.
@@ -414,10 +429,23 @@ impl RuleKey {
             KeyError::Ambiguous => RequestError::KeyAmbiguous { rule, part },
             KeyError::RepeatedAuthorization => RequestError::KeyAmbiguous { rule, part: String::from("authorization") },
             KeyError::InvalidEscape => RequestError::Query("the query contains a `%` without two hex digits"),
-            KeyError::NotPrintable | KeyError::MalformedCredentials => RequestError::KeyMalformed { rule, part },
+            KeyError::NotPrintable | KeyError::MalformedCredentials | KeyError::UnreadableMember => {
+                RequestError::KeyMalformed { rule, part }
+            }
             KeyError::Token(TokenError::KeysUnavailable) => RequestError::KeySetUnavailable,
             KeyError::Token(error) => RequestError::Token(error.reason()),
         }
+    }
+}
+
+/// Whether a body meets a condition. One that is not a JSON object does: servers may read more than JSON, and a list of requests
+/// has no such member.
+fn holds(condition: &BodyCondition, body: Option<&BodyValues>) -> bool {
+    let (Some(pointer), Some(body)) = (&condition.json, body) else { return true };
+    match body.text(pointer) {
+        Text::Absent => !body.is_object(),
+        Text::Unreadable => true,
+        Text::Found(text) => condition.values.iter().any(|pattern| pattern.matches(text)),
     }
 }
 
@@ -686,6 +714,7 @@ pub mod tests {
             route: "route",
             tokens,
             wall_ms: 0,
+            body: None,
         })
     }
 

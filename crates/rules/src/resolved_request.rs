@@ -24,6 +24,7 @@ use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::store_key::StoreKeys;
+use transom_usage::request_body::BodyValues;
 
 /// What routes and rules read of a valid request, before any field is added or removed.
 #[derive(Clone, Copy)]
@@ -40,6 +41,8 @@ pub struct RequestView<'a> {
     /// The target as received.
     pub uri: &'a Uri,
     pub headers: &'a HeaderMap,
+    /// See [`RequestAttributes::body`].
+    pub body: Option<&'a BodyValues>,
 }
 
 /// A request with its route and rules.
@@ -60,7 +63,7 @@ pub type FoundKey = Result<Option<KeyedRequest>, KeyFailure>;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum NotCounted {
     Exempt,
-    /// The request lacks the key, and the rule skips it.
+    /// The request lacks the key, and the rule skips it, or the rule does not count requests with such a body.
     Skipped,
     /// The key cannot be found, and the rule is a shadow rule.
     Shadowed,
@@ -107,6 +110,7 @@ impl CompiledConfig {
                 route: self.route_name(route_id),
                 tokens,
                 wall_ms: self.config.jwt.as_ref().map_or(0, |_| wall_ms()),
+                body: view.body,
             },
             clients: ClientLookup::new(clients),
             is_secure: view.is_secure,

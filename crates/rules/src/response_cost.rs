@@ -92,7 +92,7 @@ pub enum FinalCost {
 impl ResponseCosts {
     /// Of `rules`, those whose charge depends on the response.
     pub fn of(config: &Config, rules: &IdVec<PlanPosition, RuleId>) -> ResponseCosts {
-        let mut plan = ReadingPlan::with_model();
+        let mut plan = ReadingPlan::of_responses();
         let (mut reads_usage, mut depends_on_model) = (false, false);
         let response_cost = |(position, rule): (PlanPosition, &RuleId)| {
             let rule = &config.rules[*rule];

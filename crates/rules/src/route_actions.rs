@@ -32,6 +32,8 @@ pub struct RouteActions {
     /// Replaces the timeouts for all routes.
     pub timeouts: Option<Timeouts>,
     pub max_body: Option<Option<u64>>,
+    /// Replaces the limit of the configuration.
+    pub body_key_limit: Option<usize>,
     pub min_request_rate: Option<u64>,
 }
 
@@ -120,6 +122,7 @@ impl RouteActions {
             changed_responses: actions.changed_responses,
             timeouts: actions.timeouts.clone(),
             max_body: actions.max_body,
+            body_key_limit: actions.body_key_limit,
             min_request_rate: actions.min_request_rate,
         }
     }

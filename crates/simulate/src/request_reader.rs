@@ -245,6 +245,7 @@ impl LoggedRequest<'_> {
             path: &self.path,
             uri: &self.uri,
             headers: self.headers,
+            body: None,
         };
         let resolved = reader.compiled.resolve(view, reader.clients.as_deref(), params, &reader.tokens, || wall_ms)?;
         Ok(match self.client {

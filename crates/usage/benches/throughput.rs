@@ -42,7 +42,7 @@ fn main() {
         ),
         ("a stream", "text/event-stream", format!("{}data: {{{usage}}}\n\n", chunk.repeat(BODY_BYTES / chunk.len()))),
     ];
-    let mut plan = ReadingPlan::with_model();
+    let mut plan = ReadingPlan::of_responses();
     let source = plan.add(&UsageSource::Known);
     let plan = Arc::new(plan);
     println!("GB/s          usage  memcpy  serde_json");

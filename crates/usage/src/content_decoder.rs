@@ -147,6 +147,11 @@ impl ContentDecoder {
         }
     }
 
+    /// Whether bodies have no coding.
+    pub fn is_identity(&self) -> bool {
+        matches!(self.coding, Coding::Identity)
+    }
+
     pub fn decoded_bytes(&self) -> u64 {
         self.decoded_bytes
     }

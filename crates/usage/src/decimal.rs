@@ -1,5 +1,7 @@
 //! Exact non-negative decimal numbers, and the reader of JSON numbers. No floating-point number is involved.
 
+use std::fmt;
+
 /// A number as an integer multiple of 10^-12, which is exact up to 3.4·10^26.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
 pub struct Decimal(u128);
@@ -40,6 +42,17 @@ impl Decimal {
         // A product that overflows exceeds 10^14, and thus the result.
         let sum = products.fold(0_u128, |sum, (a, b)| sum.saturating_add(a.0.saturating_mul(b.0)));
         u32::try_from(sum.div_ceil(ONE * ONE)).unwrap_or(u32::MAX)
+    }
+}
+
+/// In digits, without zeros at the ends.
+impl fmt::Display for Decimal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (whole, fraction) = (self.0 / ONE, self.0 % ONE);
+        match fraction {
+            0 => write!(f, "{whole}"),
+            _ => f.write_str(format!("{whole}.{fraction:012}").trim_end_matches('0')),
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The formats in which the APIs of models state usage: one row each.
 
 use super::decimal::Decimal;
-use super::json_pointer::{JsonPointer, NodeId, PointerTree, SlotId};
+use super::json_pointer::{JsonPointer, NodeId, PointerTree, SlotId, TextId};
 use super::usage::{Kind, Usage};
 use super::values::{Value, Values};
 
@@ -123,15 +123,17 @@ impl KnownFormats {
 }
 
 /// Looks for the name of the model.
-pub fn want_models(tree: &mut PointerTree) {
+pub fn want_models(tree: &mut PointerTree) -> TextId {
+    let model = tree.add_text();
     for pointer in MODELS {
-        DOCUMENTS.iter().for_each(|root| tree.want_model(*root, &known_pointer(pointer)));
+        DOCUMENTS.iter().for_each(|root| tree.want_text(*root, &known_pointer(pointer), model));
     }
+    model
 }
 
-/// Looks for the name of the model in a request. All APIs that name it in the body have it there.
-pub fn want_requested_model(tree: &mut PointerTree) {
-    tree.want_model(PointerTree::ROOT, &known_pointer(MODELS[0]));
+/// Where a request names its model. All APIs that name it in the body have it there.
+pub fn requested_model() -> JsonPointer {
+    known_pointer(MODELS[0])
 }
 
 fn known_pointer(text: &str) -> JsonPointer {

@@ -10,17 +10,21 @@ pub struct NodeId(u16);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct SlotId(u16);
 
+/// As [`SlotId`], of a text.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct TextId(u16);
+
 /// What is read at a node, or at and below it.
 #[derive(Default, Debug)]
 pub struct Wanted {
     /// The slots that a number is kept in.
     pub numbers: Vec<SlotId>,
-    /// Whether a text is the name of the model.
-    pub model: bool,
+    /// Where a text, or a number or Boolean as text, is kept.
+    pub texts: Vec<TextId>,
 }
 
 /// A pointer, as the names and indices on the way.
-#[derive(Clone, PartialEq, Eq, Default, Debug)]
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
 pub struct JsonPointer(Vec<Box<str>>);
 
 /// Why a text is no pointer that can be looked for.
@@ -46,6 +50,12 @@ impl fmt::Display for PointerError {
                 write!(f, "it has more than {DEPTH_MAX} parts, or a part of more than {NAME_MAX_BYTES} bytes")
             }
         }
+    }
+}
+
+impl fmt::Display for JsonPointer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|part| write!(f, "/{}", part.replace('~', "~0").replace('/', "~1")))
     }
 }
 
@@ -87,11 +97,14 @@ struct Child {
 pub struct PointerTree {
     nodes: Vec<Node>,
     slots: u16,
+    texts: u16,
+    /// Whether names are equal that differ in the case of ASCII letters only, as some servers read them.
+    ignores_case: bool,
 }
 
 impl Default for PointerTree {
     fn default() -> PointerTree {
-        PointerTree { nodes: vec![Node::default(), Node::default()], slots: 0 }
+        PointerTree { nodes: vec![Node::default(), Node::default()], slots: 0, texts: 0, ignores_case: false }
     }
 }
 
@@ -99,6 +112,23 @@ impl PointerTree {
     pub const ROOT: NodeId = NodeId(0);
     /// The root of pointers into the elements of an array at the root.
     pub const ELEMENT: NodeId = NodeId(1);
+
+    pub fn ignoring_case() -> PointerTree {
+        PointerTree { ignores_case: true, ..PointerTree::default() }
+    }
+
+    pub fn add_text(&mut self) -> TextId {
+        self.texts += 1;
+        TextId(self.texts - 1)
+    }
+
+    pub fn texts(&self) -> usize {
+        self.texts.into()
+    }
+
+    pub fn nodes(&self) -> usize {
+        self.nodes.len()
+    }
 
     pub fn add_slot(&mut self) -> SlotId {
         self.slots += 1;
@@ -114,9 +144,9 @@ impl PointerTree {
         self.want(root, pointer, |wanted| wanted.numbers.push(slot));
     }
 
-    /// Looks for the name of a model below a root.
-    pub fn want_model(&mut self, root: NodeId, pointer: &JsonPointer) {
-        self.want(root, pointer, |wanted| wanted.model = true);
+    /// Looks for a text below a root.
+    pub fn want_text(&mut self, root: NodeId, pointer: &JsonPointer, text: TextId) {
+        self.want(root, pointer, |wanted| wanted.texts.push(text));
     }
 
     fn want(&mut self, root: NodeId, pointer: &JsonPointer, add: impl Fn(&mut Wanted)) {
@@ -141,7 +171,11 @@ impl PointerTree {
     #[inline]
     pub fn member(&self, node: NodeId, name: &[u8]) -> Option<NodeId> {
         let mut children = self.node(node).children.iter();
-        children.find(|child| child.name.as_bytes() == name).map(|child| child.node)
+        let is_equal = |child: &&Child| {
+            let known = child.name.as_bytes();
+            known == name || self.ignores_case && known.eq_ignore_ascii_case(name)
+        };
+        children.find(is_equal).map(|child| child.node)
     }
 
     #[inline]
@@ -168,6 +202,18 @@ impl PointerTree {
 }
 
 impl SlotId {
+    pub fn index(self) -> usize {
+        self.0.into()
+    }
+}
+
+impl TextId {
+    pub fn index(self) -> usize {
+        self.0.into()
+    }
+}
+
+impl NodeId {
     pub fn index(self) -> usize {
         self.0.into()
     }

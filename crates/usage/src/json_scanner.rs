@@ -5,12 +5,11 @@
 //! Levels below [`DEPTH_MAX`] are skipped, with no check but that of strings and brackets.
 
 use super::decimal::NumberReader;
-use super::json_pointer::{NAME_MAX_BYTES, NodeId, PointerTree, SlotId};
-use super::values::{MODEL_MAX_BYTES, Value, Values};
+use super::json_pointer::{NodeId, PointerTree, SlotId, TextId};
+use super::values::{TEXT_MAX_BYTES, Value, Values};
 
 /// Levels of arrays and objects whose grammar is checked.
 pub const DEPTH_MAX: u32 = 256;
-const TEXT_MAX_BYTES: usize = if NAME_MAX_BYTES > MODEL_MAX_BYTES { NAME_MAX_BYTES } else { MODEL_MAX_BYTES };
 
 /// What a document was.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -205,22 +204,34 @@ impl JsonScanner {
         self.state = match byte {
             b'"' => {
                 self.is_name = false;
-                self.text.start(self.target.is_some_and(|node| tree.wanted(node).model));
+                self.text.start(!self.texts(tree).is_empty());
                 State::String
             }
             b'{' | b'[' => return self.open(byte == b'{', tree, values),
             b'-' | b'0'..=b'9' => {
-                self.number.start(!self.number_slots(tree).is_empty());
+                self.number.start(!self.number_slots(tree).is_empty() || !self.texts(tree).is_empty());
                 self.number.push(byte);
                 return self.state = State::Number;
             }
-            b't' => State::Literal(b"rue"),
-            b'f' => State::Literal(b"alse"),
+            b't' => {
+                values.set_text(self.texts(tree), Some(b"true"));
+                State::Literal(b"rue")
+            }
+            b'f' => {
+                values.set_text(self.texts(tree), Some(b"false"));
+                State::Literal(b"alse")
+            }
             // No value at all.
             b'n' => return self.state = State::Literal(b"ull"),
             _ => return self.state = State::Malformed,
         };
         values.set(self.number_slots(tree), Value::Unreadable);
+    }
+
+    /// Of the next or current value.
+    #[inline]
+    fn texts<'t>(&self, tree: &'t PointerTree) -> &'t [TextId] {
+        self.target.map_or(&[], |node| &tree.wanted(node).texts)
     }
 
     /// Of the next or current value.
@@ -273,6 +284,10 @@ impl JsonScanner {
         if !slots.is_empty() {
             values.set(slots, self.number.value().map_or(Value::Unreadable, Value::Number));
         }
+        let texts = self.texts(tree);
+        if !texts.is_empty() {
+            values.set_text(texts, self.number.value().map(|number| number.to_string()).as_deref().map(str::as_bytes));
+        }
         self.end_value(values);
     }
 
@@ -322,7 +337,7 @@ impl JsonScanner {
             b'"' if self.is_name => self.end_name(tree, values),
             b'"' => {
                 if self.text.is_wanted {
-                    values.set_model(self.text.finish().unwrap_or_default());
+                    values.set_text(self.texts(tree), self.text.finish());
                 }
                 self.end_value(values);
             }
@@ -340,7 +355,7 @@ impl JsonScanner {
             && let Some(node) = tree.member(container.node, name)
         {
             self.target = Some(node);
-            values.forget(tree, node);
+            values.begin_member(tree, node);
         }
     }
 

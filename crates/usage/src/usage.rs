@@ -74,11 +74,31 @@ impl Weights {
     }
 }
 
+/// A name, or the beginning of names.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct NamePattern {
+    text: String,
+    is_beginning: bool,
+}
+
+impl NamePattern {
+    /// A text with `*` at the end stands for all names that begin so. `None`: it is empty, or has a `*` elsewhere.
+    pub fn parse(text: &str) -> Option<NamePattern> {
+        let (name, is_beginning) = text.strip_suffix('*').map_or((text, false), |beginning| (beginning, true));
+        let is_pattern = !text.is_empty() && !name.contains('*');
+        is_pattern.then(|| NamePattern { text: name.to_owned(), is_beginning })
+    }
+
+    pub fn matches(&self, name: &str) -> bool {
+        if self.is_beginning { name.starts_with(&self.text) } else { name == self.text }
+    }
+}
+
 /// Weights by the name of the model.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct ModelWeights {
-    /// Names, or with `true` the beginnings of names; the longest first.
-    patterns: Vec<(String, bool, Weights)>,
+    /// The longest patterns first.
+    patterns: Vec<(NamePattern, Weights)>,
     default: Weights,
 }
 
@@ -88,23 +108,16 @@ impl ModelWeights {
         ModelWeights { patterns: Vec::new(), default: weights }
     }
 
-    /// `patterns`: names of models, with `*` at the end for all names that begin so. `default`: for other models; 1 if absent.
-    pub fn new(patterns: impl Iterator<Item = (String, Weights)>, default: Option<Weights>) -> ModelWeights {
-        let pattern = |(text, weights): (String, Weights)| match text.strip_suffix('*') {
-            Some(beginning) => (beginning.to_owned(), true, weights),
-            None => (text, false, weights),
-        };
-        let mut patterns: Vec<_> = patterns.map(pattern).collect();
+    /// `default`: for models without a pattern; 1 if absent.
+    pub fn new(mut patterns: Vec<(NamePattern, Weights)>, default: Option<Weights>) -> ModelWeights {
         // A whole name is longer than the same text with `*`.
-        patterns.sort_by_key(|(text, is_beginning, _)| (std::cmp::Reverse(text.len()), *is_beginning));
+        patterns.sort_by_key(|(pattern, _)| (std::cmp::Reverse(pattern.text.len()), pattern.is_beginning));
         ModelWeights { patterns, default: default.unwrap_or_default() }
     }
 
     pub fn of(&self, model: Option<&str>) -> &Weights {
-        let matches = |(text, is_beginning, _): &&(String, bool, Weights)| {
-            model.is_some_and(|model| if *is_beginning { model.starts_with(text) } else { model == text })
-        };
-        self.patterns.iter().find(matches).map_or(&self.default, |(_, _, weights)| weights)
+        let matches = |(pattern, _): &&(NamePattern, Weights)| model.is_some_and(|model| pattern.matches(model));
+        self.patterns.iter().find(matches).map_or(&self.default, |(_, weights)| weights)
     }
 
     /// Whether the model makes no difference.
@@ -144,14 +157,15 @@ mod tests {
     fn the_longest_pattern_decides() {
         let of = |text: &str| weights(&[(Kind::Input, text), (Kind::Output, text)]);
         let patterns = [("gpt-5*", "2"), ("gpt-5-mini*", "3"), ("gpt-5-mini", "4"), ("*", "5")];
-        let patterns = || patterns.iter().map(|(name, weight)| ((*name).to_owned(), of(weight)));
-        let models = ModelWeights::new(patterns(), Some(of("9")));
+        let patterns = || patterns.iter().map(|(name, weight)| (NamePattern::parse(name).unwrap(), of(weight)));
+        let models = ModelWeights::new(patterns().collect(), Some(of("9")));
         let cost = |model: Option<&str>| models.of(model).cost(&usage([1, 0, 0, 0, 0]));
         for (model, expected) in [("gpt-5", 2), ("gpt-5-mini", 4), ("gpt-5-mini-high", 3), ("o3", 5)] {
             assert_eq!(cost(Some(model)), expected, "{model}");
         }
         assert_eq!(cost(None), 9);
-        assert_eq!(ModelWeights::new(patterns().take(1), None).of(Some("o3")), &Weights::default());
+        assert_eq!(ModelWeights::new(patterns().take(1).collect(), None).of(Some("o3")), &Weights::default());
+        assert_eq!(["", "a*b", "**"].map(NamePattern::parse), [None, None, None]);
         assert_eq!(ModelWeights::of_all(of("7")).of(Some("o3")), &of("7"));
     }
 }

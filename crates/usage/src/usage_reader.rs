@@ -5,11 +5,11 @@ use std::sync::Arc;
 use super::content_decoder::{ContentDecoder, DecodeError};
 use super::decimal::Decimal;
 use super::event_stream::{AwsEventStream, DocumentSink, ServerSentEvents};
-use super::format::{KnownFormats, want_models, want_requested_model};
-use super::json_pointer::{JsonPointer, PointerTree, SlotId};
+use super::format::{KnownFormats, requested_model, want_models};
+use super::json_pointer::{JsonPointer, PointerTree, SlotId, TextId};
 use super::json_scanner::{Document, JsonScanner};
 use super::usage::{Kind, Usage};
-use super::values::{Value, Values};
+use super::values::{Text, Value, Values};
 
 /// Where usage is stated.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -25,9 +25,10 @@ pub enum UsageSource {
 pub struct SourceId(usize);
 
 /// What is read of a body, for one or several sources. Made once, for all bodies.
-#[derive(Default, Debug)]
+#[derive(Debug)]
 pub struct ReadingPlan {
     tree: PointerTree,
+    model: TextId,
     known: Option<KnownFormats>,
     sources: Vec<Option<Vec<SlotId>>>,
 }
@@ -57,18 +58,19 @@ impl Missing {
 }
 
 impl ReadingPlan {
-    /// A plan that also reads the name of the model, for responses.
-    pub fn with_model() -> ReadingPlan {
-        let mut plan = ReadingPlan::default();
-        want_models(&mut plan.tree);
-        plan
+    /// A plan that reads the name of the model in a response.
+    pub fn of_responses() -> ReadingPlan {
+        let mut tree = PointerTree::default();
+        let model = want_models(&mut tree);
+        ReadingPlan { tree, model, known: None, sources: Vec::new() }
     }
 
     /// A plan that reads the name of the model in a request.
     pub fn of_requests() -> ReadingPlan {
-        let mut plan = ReadingPlan::default();
-        want_requested_model(&mut plan.tree);
-        plan
+        let mut tree = PointerTree::default();
+        let model = tree.add_text();
+        tree.want_text(PointerTree::ROOT, &requested_model(), model);
+        ReadingPlan { tree, model, known: None, sources: Vec::new() }
     }
 
     pub fn add(&mut self, source: &UsageSource) -> SourceId {
@@ -260,7 +262,10 @@ impl Reading {
 
     /// The name of the model.
     pub fn model(&self) -> Option<&str> {
-        self.values.model().filter(|_| !self.is_malformed)
+        match self.values.text(self.plan.model) {
+            Text::Found(name) if !name.is_empty() && !self.is_malformed => Some(name),
+            _ => None,
+        }
     }
 }
 
@@ -276,7 +281,7 @@ mod tests {
         body: &[u8],
         is_aborted: bool,
     ) -> (Result<[u64; 5], Missing>, Option<String>) {
-        let mut plan = ReadingPlan::with_model();
+        let mut plan = ReadingPlan::of_responses();
         let source = plan.add(source);
         let mut reader = UsageReader::new(&Arc::new(plan), Some(kind.as_bytes()), None);
         body.chunks(7).for_each(|piece| reader.push(piece));

@@ -1,0 +1,80 @@
+//! Reads the body of a request before its rules decide, if they depend on it. The body is then forwarded from memory.
+//!
+//! A body is bounded by `body_key_limit`, the time by that of every request body, and the memory of all such bodies together.
+
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::HeaderMap;
+use http::header::CONTENT_ENCODING;
+use http_body::Body as _;
+
+use super::response_cost::joined;
+use crate::timer::Timer;
+use crate::upstream::request_body::{BufferedBody, ClientBody, RequestBody, UploadLimits};
+use transom_http::error::RequestError;
+use transom_usage::memory_budget::MemoryBudget;
+use transom_usage::request_body::{BodyError, BodyPlan, BodyValues};
+
+/// What all bodies may take that are read before their decision, until they are forwarded.
+static MEMORY: MemoryBudget = MemoryBudget::new(256 << 20);
+
+/// What is read of a body before the decision.
+pub struct BodyReading {
+    pub plan: Arc<BodyPlan>,
+    pub max_bytes: usize,
+    pub limits: UploadLimits,
+    /// How long the client may send nothing.
+    pub timeout: Duration,
+}
+
+impl BodyReading {
+    /// Reads a body to its end. Returns the body again, and its values.
+    pub async fn read(
+        self,
+        body: ClientBody,
+        headers: &HeaderMap,
+        timer: &Timer,
+    ) -> Result<(ClientBody, Box<BodyValues>), RequestError> {
+        let coding = joined(headers, CONTENT_ENCODING);
+        let BodyReading { plan, max_bytes, limits, timeout } = self;
+        let body = read_to_end(RequestBody::new(body, || limits.at_most(max_bytes as u64)), timeout, timer).await?;
+        let values = BodyValues::read(&plan, body.data(), coding.as_deref(), max_bytes);
+        let values = values.map_err(|error| match error {
+            BodyError::RepeatedMember => RequestError::BodyAmbiguous,
+            BodyError::Undecodable => RequestError::BodyCoding,
+            BodyError::TooLarge => RequestError::BodyTooLarge(max_bytes as u64),
+        })?;
+        Ok((ClientBody::buffered(body), Box::new(values)))
+    }
+}
+
+async fn read_to_end(mut body: RequestBody, timeout: Duration, timer: &Timer) -> Result<BufferedBody, RequestError> {
+    let progress = body.progress();
+    let (mut data, mut trailers, mut memory) = (Vec::new(), None, MEMORY.share());
+    loop {
+        timer.arm(timeout);
+        let frame = poll_fn(|cx| match Pin::new(&mut body).poll_frame(cx) {
+            Poll::Pending if timer.poll_expired(cx) => Poll::Ready(Err(RequestError::BodyTimeout)),
+            frame => frame.map(Ok),
+        });
+        let frame = frame.await;
+        timer.disarm();
+        let Some(frame) = frame? else { break };
+        let client_error = |_| progress.as_ref().and_then(|progress| progress.client_error());
+        match frame.map_err(client_error).map_err(|error| error.unwrap_or(RequestError::Body))?.into_data() {
+            Ok(bytes) => {
+                data.extend_from_slice(&bytes);
+                if !memory.grow_to(data.capacity()) {
+                    return Err(RequestError::BodyMemory);
+                }
+            }
+            Err(frame) => trailers = frame.into_trailers().ok(),
+        }
+    }
+    Ok(BufferedBody::new(Bytes::from(data), trailers, memory))
+}

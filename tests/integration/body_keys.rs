@@ -1,0 +1,112 @@
+//! Keys and conditions by values of the body, which is read before the decision.
+
+use std::io::Write as _;
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+
+use crate::count_when::documented;
+use crate::support::client::request;
+use crate::support::gateway::Gateway;
+use crate::support::http2_client::Http2Client;
+use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::upstream::{Upstream, reply};
+
+const TOML: &str = r#"
+[rules.models]
+key = ["ip", "json:/model"]
+on_missing_key = "ip"
+windows = ["9/day"]
+[rules.large]
+key = "global"
+windows = ["99/day"]
+when = { json = "/model", in = ["gpt-5*"] }
+[[routes]]
+path = "/long"
+upstream = "u"
+rules = ["models"]
+body_key_limit = "1MiB"
+[[routes]]
+path = "/{*rest}"
+upstream = "u"
+rules = ["models", "large"]
+"#;
+
+#[test]
+fn values_of_the_body_are_keys_and_conditions() {
+    let upstream = Upstream::responding(|_| reply(200, &[], b""));
+    let gateway = Gateway::start(&format!("body_key_limit = \"1KiB\"\n{}{TOML}", upstream.toml("u")));
+    let mut gzip = GzEncoder::new(Vec::new(), Compression::best());
+    gzip.write_all(br#"{"model":"gpt-5"}"#).unwrap();
+    let (gzip, chunked) = (gzip.finish().unwrap(), &b"9\r\n{\"model\":\r\n8\r\n\"gpt-5\"}\r\n0\r\n\r\n"[..]);
+    let spaces = format!("{{{}\"model\":\"gpt-5\"}}", " ".repeat(1100));
+    let (plain, coded) = ([].as_slice(), [("Content-Encoding", "gzip")].as_slice());
+    // What remains of the rule by model, and of the one for large models, or the status.
+    for (path, fields, body, expected) in [
+        ("/a", plain, &br#"{"model":"gpt-5"}"#[..], Ok((8, Some(98)))),
+        ("/a", plain, br#"{"x":[{"model":"o3"}],"mod\u0065l" : "gpt\u002d5"}"#, Ok((7, Some(97)))),
+        ("/a", coded, &gzip, Ok((6, Some(96)))),
+        ("/a", &[("Transfer-Encoding", "chunked")], chunked, Ok((5, Some(95)))),
+        ("/a", plain, br#"{"model":"o3"}"#, Ok((8, None))),
+        ("/a", plain, br#"{"other":"o3"}"#, Ok((8, None))),
+        ("/a", plain, b"no JSON", Ok((7, Some(94)))),
+        ("/a", plain, br#"[{"model":"gpt-5"}]"#, Ok((6, Some(93)))),
+        ("/a", plain, b"", Ok((5, Some(92)))),
+        ("/a", plain, br#"{"model":"a","model":"gpt-5"}"#, Err(400)),
+        ("/a", plain, br#"{"model":-1}"#, Err(400)),
+        ("/a", plain, spaces.as_bytes(), Err(413)),
+        ("/a", &[("Content-Encoding", "compress")], b"{}", Err(415)),
+        ("/long", plain, spaces.as_bytes(), Ok((4, None))),
+    ] {
+        let before = upstream.received().len();
+        let sent = if fields == [("Transfer-Encoding", "chunked")] {
+            let mut client = gateway.client();
+            client.send([&request("POST", path, fields, b"")[..], body].concat()).read_response()
+        } else {
+            gateway.client().request("POST", path, fields, body)
+        };
+        let shown = String::from_utf8_lossy(body);
+        match expected {
+            Ok((models, large)) => {
+                let response = sent.expect(200);
+                assert_eq!(remaining(&response, "models"), models, "{shown}");
+                let is_large = items(&response, "ratelimit").iter().any(|item| item.name == "large");
+                let remains = is_large.then(|| remaining(&response, "large"));
+                assert_eq!(remains, large, "{shown}");
+                let received = upstream.received().pop().unwrap();
+                let forwarded = if body == chunked { &br#"{"model":"gpt-5"}"#[..] } else { body };
+                assert_eq!(received.body, forwarded, "{shown}");
+            }
+            Err(status) => {
+                assert_eq!((sent.status, upstream.received().len()), (status, before), "{shown}");
+            }
+        }
+    }
+    // A body that ends early counts nowhere; an unreadable model counted as a large one.
+    let mut client = gateway.client();
+    client.send(&request("POST", "/a", &[("Content-Length", "99")], b"{")[..]).shutdown_write();
+    client.read_to_end();
+    let mut http2 = Http2Client::connect(gateway.http);
+    let response = http2.request_path("POST", "/a", &[], br#"{"model":"gpt-5"}"#).expect(200);
+    assert_eq!((remaining(&response, "models"), remaining(&response, "large")), (3, 90));
+    assert_eq!(upstream.received().pop().unwrap().body, br#"{"model":"gpt-5"}"#);
+    http2.request_path("POST", "/a", &[], spaces.as_bytes()).expect(413);
+    http2.request_path("POST", "/a", &[], br#"{"model":1,"Model":1}"#).expect(400);
+}
+
+#[test]
+fn the_guide_limits_mcp_tools() {
+    let upstream = Upstream::responding(|_| reply(200, &[], b"{}"));
+    let gateway = Gateway::start(&documented("mcp-tools.md", upstream.address));
+    let mut client = gateway.client();
+    let mut send = |body: &str| client.request("POST", "/mcp", &[("Authorization", "Bearer a")], body.as_bytes());
+    let call = |tool: &str| format!(r#"{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"{tool}"}}}}"#);
+    let left = remaining(&send(&call("search")).expect(200), "tools");
+    let response = send(&call("render_video")).expect(200);
+    assert_eq!((left, remaining(&response, "tools"), remaining(&response, "render-video")), (59, 59, 99));
+    let other = send(r#"{"jsonrpc":"2.0","id":2,"method":"tools/list"}"#).expect(200);
+    assert_eq!(remaining(&other, "callers"), 597);
+    (1..60).for_each(|_| drop(send(&call("search")).expect(200)));
+    assert!(send(&call("search")).expect(429).text().contains("\"tools\""));
+    send(&format!("[{}]", call("search"))).expect(400);
+}
