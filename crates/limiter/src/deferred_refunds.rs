@@ -18,8 +18,8 @@ const MAX_PENDING: usize = 65_536;
 #[derive(Default)]
 pub struct DeferredRefunds(Mutex<PendingRefunds>);
 
-/// By slot and position in the order of the counter's charges. Two charges have the same position only if another
-/// process wrote into the same memory: then the earlier one is dropped.
+/// By slot and position in the order of the counter's charges. A charge gets the position of an earlier one if tokens between them
+/// were refunded and charged again: both are then refunded as one.
 type PendingRefunds = BTreeMap<(Slot, u128), PendingRefund>;
 
 #[derive(Clone)]
@@ -56,10 +56,9 @@ impl DeferredRefunds {
                 }
                 RefundResult::AllExcept(receipt) => {
                     let shard_receipt = ShardReceipt { receipt, ..shard_receipt };
-                    let rest = PendingRefund { shard_receipt, is_rest: true, ..refund };
-                    pending.insert(rest.queue_position(now_ms), rest);
+                    insert(&mut pending, PendingRefund { shard_receipt, is_rest: true, ..refund }, now_ms);
                 }
-                RefundResult::Nothing => drop(pending.insert(refund.queue_position(now_ms), refund)),
+                RefundResult::Nothing => insert(&mut pending, refund, now_ms),
             }
             refund_tail(&mut pending, positions, table, now_ms);
             if pending.len() > MAX_PENDING {
@@ -100,6 +99,17 @@ impl DeferredRefunds {
     }
 }
 
+/// Adds a charge, with the tokens of one in the same position.
+fn insert(pending: &mut PendingRefunds, mut charge: PendingRefund, now_ms: u64) {
+    let position = charge.queue_position(now_ms);
+    if let Some(other) = pending.get(&position) {
+        let ShardReceipt { receipt, .. } = &mut charge.shard_receipt;
+        *receipt = receipt.with_more_tokens(other.shard_receipt.receipt.tokens());
+        charge.until_ms = charge.until_ms.max(other.until_ms);
+    }
+    pending.insert(position, charge);
+}
+
 /// Refunds the last charges of one counter, as far as possible.
 fn refund_tail<const W: usize>(
     pending: &mut PendingRefunds,
@@ -114,12 +124,8 @@ fn refund_tail<const W: usize>(
         }
         let charge = pending.remove(&position);
         if let (Some(charge), RefundResult::AllExcept(receipt)) = (charge, result) {
-            let rest = PendingRefund {
-                shard_receipt: ShardReceipt { receipt, ..charge.shard_receipt },
-                is_rest: true,
-                ..charge
-            };
-            pending.insert(rest.queue_position(now_ms), rest);
+            let shard_receipt = ShardReceipt { receipt, ..charge.shard_receipt };
+            insert(pending, PendingRefund { shard_receipt, is_rest: true, ..charge }, now_ms);
         }
     }
 }

@@ -106,6 +106,11 @@ impl Receipt {
         (self.slot, first)..=(self.slot, last)
     }
 
+    /// The receipt of this charge and of `tokens` more that end in the same place.
+    pub fn with_more_tokens(self, tokens: u64) -> Receipt {
+        Receipt { acquired: Acquired { tokens: self.acquired.tokens + tokens, ..self.acquired }, ..self }
+    }
+
     /// The receipt of only the last `tokens` of the charge, or of all if there are fewer.
     pub fn last_tokens(self, tokens: u32) -> Receipt {
         Receipt { acquired: Acquired { tokens: self.acquired.tokens.min(u64::from(tokens)), ..self.acquired }, ..self }

@@ -136,6 +136,29 @@ fn all_waits_abandoned_in_any_order_refund_everything() {
     }
 }
 
+/// A token that was refunded is reserved again, up to the same usage as another reservation, and both are cancelled while a third one
+/// waits behind them.
+#[test]
+fn two_abandoned_waits_in_one_place_are_both_refunded() {
+    let mut gateway = Gateway::with_large_table(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(2, 100)]) }]);
+    let (abandoned, rule_set) = (DeferredRefunds::default(), Arc::clone(gateway.rule_set()));
+    assert_eq!(gateway.request_tokens(0, 2, 50), Admitted);
+    let reserve = |gateway: &mut Gateway<8>, until_ms| {
+        assert_eq!(gateway.request(0, 50), DelayedUntil(until_ms));
+        gateway.context.all_receipts().collect::<Vec<_>>()
+    };
+    let leave = |gateway: &Gateway<8>, charges: Vec<ShardReceipt>| {
+        abandoned.refund(charges, 300, &rule_set, &gateway.table, 60);
+    };
+    let [first, second] = [100, 100].map(|until_ms| reserve(&mut gateway, until_ms));
+    leave(&gateway, first);
+    let [third, last] = [100, 200].map(|until_ms| reserve(&mut gateway, until_ms));
+    assert_eq!(third[0].receipt, second[0].receipt);
+    [second, third, last].into_iter().for_each(|charges| leave(&gateway, charges));
+    gateway.charge_plan.peek(&gateway.table, DecisionTime::read(&|| 60), &mut gateway.context);
+    assert_eq!(gateway.context.result.charges[0].usage.used, 2);
+}
+
 /// The layer with the longer window delays the request. The other layer charges it in the window in which it is
 /// admitted.
 #[test]
