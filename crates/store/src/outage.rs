@@ -280,7 +280,7 @@ impl SharedCounters {
     /// was sent after the last change: then the store executed the call after everything that is known. An earlier call raises
     /// only. So the known usage is never less than what this process was granted, and yet follows a refund or a reset within one
     /// round trip: the next call is sent after the last change. A grant that leaves the usage as it was, because something
-    /// was refunded, is a change as well: of two such calls, the reply to the other one may lack it.
+    /// was refunded, is a change as well: the replies to other calls in flight may lack it.
     ///
     /// Whether a reply has the unanswered tokens of another worker is not known. The known usage is then at least the reported one,
     /// and at least what it was before, with these tokens: they do not count twice if the reply has them. Of a report, they do until
@@ -329,7 +329,7 @@ impl SharedCounters {
         let with_charges = reported.saturating_add(noted.unanswered.charges).max(least);
         let used = with_charges.saturating_add(unanswered.reports);
         order.change_reported(|_| reported);
-        if before.is_none() || reported != reported_before || is_newest && reply.granted > 0 {
+        if before.is_none() || reported != reported_before || reply.granted > 0 {
             order.note_change();
         }
         let known = u32::try_from(used).unwrap_or(u32::MAX);
@@ -613,6 +613,26 @@ mod tests {
                 assert!(first.await.unwrap());
                 assert_eq!(worker.known_usage("a"), Some(refunded_to as u32 + 2));
             }
+        });
+    }
+
+    /// The store refunds a token, answers one worker's call that only reads, and then grants the token to another worker, whose
+    /// reply arrives first.
+    #[test]
+    fn a_reply_that_lacks_a_late_grant_does_not_hide_it() {
+        run(async {
+            let worker = TestWorker::new(&[exact("99/hour")]).await;
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            let (end_ms, _) = worker.shared.table.known_usage(worker.counter("a", 0), START_MS).unwrap();
+            let note = |call, granted, used| {
+                let reply = CounterReply { granted, used, end_ms, available_ms: end_ms, number: 500_000, call };
+                worker.shared.note_store_usage(worker.counter("a", 0), WindowKind::Plain, reply, used, 0)
+            };
+            let next_number = || worker.shared.usage_order.next_number();
+            let [granting, charging] = [next_number(), next_number()];
+            note(charging, 1, 5);
+            let reading = next_number();
+            assert_eq!([note(granting, 1, 5), note(reading, 0, 4)], [5, 5]);
         });
     }
 
