@@ -350,7 +350,7 @@ fn random_scenario(rng: &mut Rng, requests: usize) -> Scenario {
     let has_plan = rng.bool() && rule.layers.iter().all(|layer| layer.capacity.is_none());
     let rule = match rng.u8(..4) {
         _ if has_plan => with_plan(rule),
-        0 => in_shards(leased(&["4/minute"])),
+        0 => in_shards(rule),
         _ => rule,
     };
     let rule = if rng.bool() { refuses_in_outages(rule) } else { rule };

@@ -629,6 +629,8 @@ impl World {
             let admitted = *admitted;
             let since_ms = end_ms.saturating_sub(2 * self.rule_set.windows_of(self.rule_set.layer(layer)).typical_ms());
             let resets = self.observed.resets[kind.key].iter().filter(|reset_ms| **reset_ms >= since_ms).count() as u64;
+            // Tokens that were counted alone between the reset in the store and the one here are forgotten too.
+            let resets = resets * (1 + u64::from(counts_alone));
             let most = self.capacity(layer) * (parts + resets) + forgotten + overdrawn;
             if admitted > most && !is_settled {
                 self.broken.get_or_insert_with(|| format!("{NEVER_OVER}: {name} admitted {admitted}, {most} allowed"));
