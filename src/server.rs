@@ -299,6 +299,7 @@ impl Gateway {
             access_log: gateway.open_access_log(&config).map_err(StartError::AccessLog)?,
             spans: gateway.start_span_exporter(&config).map_err(StartError::Tracing)?,
             marks: None,
+            log_throttle: Arc::default(),
         };
         let upstream_health = gateway.update_upstream_health(&config);
         gateway.start_health_checks(&upstream_health)?;
@@ -478,6 +479,7 @@ impl Gateway {
             access_log: self.open_access_log(&config).map_err(ReloadError::AccessLog)?,
             spans: self.start_span_exporter(&config).map_err(ReloadError::Tracing)?,
             marks: None,
+            log_throttle: Arc::clone(&self.outputs.log_throttle),
         };
         let published_keys = self.fetch_key_set(&config, None).map_err(ReloadError::KeySet)?;
         self.follow_shared_deny(&config).map_err(ReloadError::SharedDeny)?;

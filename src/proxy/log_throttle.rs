@@ -1,8 +1,8 @@
 //! Logs a cause of failures when it begins, and not again for each request while it lasts, so that a dead upstream or a scanner of
 //! ports does not flood the log.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A cause that did not occur for so long has ended.
@@ -12,9 +12,9 @@ const REMINDER: Duration = Duration::from_secs(600);
 /// Causes that are tracked; when there are more, all are forgotten.
 const CAUSES_MAX: usize = 256;
 
-/// By cause.
+/// By cause. Workers share it: the lock is taken by failures only.
 #[derive(Debug, Default)]
-pub struct LogThrottle(RefCell<HashMap<String, Cause>>);
+pub struct LogThrottle(Mutex<HashMap<String, Cause>>);
 
 #[derive(Debug)]
 struct Cause {
@@ -27,7 +27,7 @@ struct Cause {
 impl LogThrottle {
     /// `Some` if the cause may be logged now, with the number of times it was suppressed before.
     pub fn allow(&self, cause: &str, now: Instant) -> Option<u64> {
-        let mut causes = self.0.borrow_mut();
+        let mut causes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(Cause { logged_at, seen_at, suppressed }) = causes.get_mut(cause) {
             let lasts = now.duration_since(*seen_at) < END;
             *seen_at = now;

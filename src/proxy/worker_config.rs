@@ -13,6 +13,7 @@ use http::header::DATE;
 
 use crate::access_log::LogSender;
 use crate::notify::{MarkReader, Marks};
+use crate::proxy::log_throttle::LogThrottle;
 use crate::proxy::served_config::ServedConfig;
 use crate::spans::{SpanSender, Tracer};
 use crate::upstream::forward::Forwarder;
@@ -110,6 +111,7 @@ pub struct RecordOutputs {
     pub access_log: Option<LogSender>,
     pub spans: Option<SpanSender>,
     pub marks: Option<Arc<Marks>>,
+    pub log_throttle: Arc<LogThrottle>,
 }
 
 /// The server pools of all upstreams, by upstream name and server URL.

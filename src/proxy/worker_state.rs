@@ -39,7 +39,7 @@ pub struct WorkerState {
     pub clock: Clock,
     pub metrics: WorkerMetrics,
     pub timers: Rc<Timers>,
-    pub log_throttle: LogThrottle,
+    pub log_throttle: Arc<LogThrottle>,
     /// End time of the requests that end in one batch, so that the clock is read once for all of them.
     batch_end: Cell<Option<Instant>>,
     pub worker_id: WorkerId,
@@ -77,12 +77,13 @@ impl WorkerState {
             let metrics = StoreMetrics::new(&registry, worker_id);
             SharedCounters::new(settings, shared_by_workers.clone(), clock.clone(), metrics)
         });
+        let log_throttle = Arc::clone(&outputs.log_throttle);
         let config = WorkerConfig::new(worker_id, &registry, &clock, served, outputs, None);
         WorkerState {
             counters: CounterAccess::new(shared_by_workers, clock.clone(), shared),
             metrics: WorkerMetrics::new(&registry, worker_id, RequestError::kind_names()),
             timers: Rc::default(),
-            log_throttle: LogThrottle::default(),
+            log_throttle,
             date: RefCell::default(),
             batch_end: Cell::default(),
             config: RefCell::new(Rc::new(config)),

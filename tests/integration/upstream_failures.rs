@@ -55,14 +55,13 @@ fn every_upstream_that_fails_is_logged_once() {
         let upstream = upstream.toml(name);
         format!("{upstream}[[routes]]\nname = \"{name}\"\npath = \"/{name}\"\nupstream = \"{name}\"\n")
     });
-    let settings = "workers = 1\n[timeouts]\nresponse_head = \"300ms\"\n";
+    let settings = "workers = 2\n[timeouts]\nresponse_head = \"300ms\"\n";
     let mut command = Command::new(BINARY);
     command.env("TRANSOM_LOG_FORMAT", "json");
     let mut process = Process::spawn_command(command, &format!("{settings}{}", routes.concat()), TempDir::new());
-    for _ in 0..2 {
-        for (path, status) in [("/a", 504), ("/b", 504), ("/c", 502), ("/d", 502)] {
-            process.get(path).expect(status);
-        }
+    // On connections to both workers.
+    for (path, status, count) in [("/a", 504, 2), ("/b", 504, 2), ("/c", 502, 20), ("/d", 502, 20)] {
+        (0..count).for_each(|_| drop(process.get(path).expect(status)));
     }
     process.signal("TERM");
     assert!(process.wait().success());

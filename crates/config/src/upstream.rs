@@ -350,7 +350,11 @@ fn check_policy(_policy: &mut UpstreamPolicy, table: &mut Table, report: &mut Re
     }
     table.suggest_for("least_conn", "balance", "write `balance = \"least-requests\"`");
     for key in ["strategy", "policy", "lb_policy", "algorithm", "load_balancing", "lb"] {
-        let fix = "write `balance = \"least-requests\"`, `balance = \"round-robin\"` or `balance = { hash = \"ip\" }`";
+        let given = table.given(key).and_then(|item| foreign_balancing(item.value));
+        let fix = match given {
+            Some(value) => format!("write `balance = {value}`"),
+            None => "write `balance = \"least-requests\"`, or `balance = \"round-robin\"`".to_owned(),
+        };
         table.suggest_for(key, "balance", fix);
     }
     suggest_ca(table, "tls", "tls = { ca = \"FILE\" }");
@@ -369,18 +373,21 @@ pub enum LoadBalancing {
     Hash(Vec<KeyPart>),
 }
 
-/// Names of other products, and what is written here instead.
+/// Names of other products, and what is written here instead. Lists, in which messages put no other value.
 const FOREIGN_BALANCING: [(&[&str], &str); 4] = [
-    (&["ip_hash", "ip-hash", "source", "source_ip"], "{ hash = \"ip\" }"),
-    (&["uri", "uri_hash"], "{ hash = \"path\" }"),
+    (&["ip_hash", "ip-hash", "source", "source_ip"], "{ hash = [\"ip\"] }"),
+    (&["uri", "uri_hash"], "{ hash = [\"path\"] }"),
     (&["least_conn", "leastconn", "least-conn", "least_request", "random", "p2c"], "\"least-requests\""),
     (&["roundrobin", "round_robin", "static-rr", "weighted"], "\"round-robin\""),
 ];
 
+fn foreign_balancing(value: &DeValue<'_>) -> Option<&'static str> {
+    let name = value.as_str()?;
+    FOREIGN_BALANCING.iter().find(|(names, _)| names.contains(&name)).map(|(_, value)| *value)
+}
+
 fn read_balance(item: &Item, report: &mut Report) -> Option<LoadBalancing> {
-    if let DeValue::String(text) = item.value
-        && let Some((_, value)) = FOREIGN_BALANCING.iter().find(|(names, _)| names.contains(&&**text))
-    {
+    if let (DeValue::String(text), Some(value)) = (item.value, foreign_balancing(item.value)) {
         return report.reject(item.span.clone(), format!("`balance` cannot be {}", quoted(text)), item.fix_with(value));
     }
     let DeValue::Table(_) = item.value else {

@@ -201,7 +201,7 @@ impl HeaderScanner {
         let is_head = first.stream > self.last_stream;
         self.last_stream = self.last_stream.max(first.stream);
         let max_bytes = if is_head { observer.max_head_bytes() } else { usize::MAX };
-        let ScanResult { bytes, mut error } = self.scanner.scan(block, max_bytes);
+        let ScanResult { bytes, mut error } = self.scanner.scan(block, is_head, max_bytes);
         if error.is_none() && depends_on_itself(payload, first) {
             // A stream error for which h2 would not decode the fields.
             error = Some((BlockError::Malformed, [block, MALFORMED].concat()));
@@ -555,8 +555,7 @@ mod tests {
             match meaning {
                 Meaning::Good => {}
                 Meaning::Malformed => {
-                    // h2 ignores pseudo-header fields in trailers.
-                    let (name, value) = BAD[self.rng.usize(..if pseudo > 0 { BAD.len() } else { 12 })];
+                    let (name, value) = BAD[self.rng.usize(..BAD.len())];
                     let at = self.rng.usize(pseudo..=fields.len());
                     fields.insert(at, field(name, value));
                 }

@@ -169,9 +169,11 @@ impl HpackScanner {
         HpackScanner { table, limits, decoded: Vec::new() }
     }
 
-    /// Checks a block, whose fields may have `max_bytes`.
-    pub fn scan(&mut self, block: &[u8], max_bytes: usize) -> ScanResult {
-        let mut totals = BlockTotals::default();
+    /// Checks the block of a head or of trailers, whose fields may have `max_bytes`.
+    pub fn scan(&mut self, block: &[u8], is_head: bool, max_bytes: usize) -> ScanResult {
+        // In trailers, a pseudo-header field is malformed (RFC 9113, section 8.1), as one is behind other fields.
+        let kinds = if is_head { 0 } else { 1 << FieldKind::Te as u16 };
+        let mut totals = BlockTotals { kinds, ..BlockTotals::default() };
         if self.scan_fields(block, max_bytes, &mut totals).is_none() {
             return ScanResult { bytes: totals.bytes, error: Some((BlockError::Undecodable, UNDECODABLE.to_vec())) };
         }
@@ -475,7 +477,7 @@ mod tests {
     }
 
     fn error(scanner: &mut HpackScanner, block: &[u8]) -> Option<BlockError> {
-        scanner.scan(block, UNBOUNDED).error.map(|(error, _)| error)
+        scanner.scan(block, true, UNBOUNDED).error.map(|(error, _)| error)
     }
 
     #[test]
@@ -487,7 +489,7 @@ mod tests {
         let custom =
             b"\x82\x87\x85\xbf\x40\x88\x25\xa8\x49\xe9\x5b\xa9\x7d\x7f\x89\x25\xa8\x49\xe9\x5b\xb8\xe8\xb4\xbf";
         for (block, table) in [([START, host].concat(), 57), ([START, cached].concat(), 110), (custom.to_vec(), 164)] {
-            let scanned = scanner.scan(&block, UNBOUNDED);
+            let scanned = scanner.scan(&block, true, UNBOUNDED);
             assert!(scanned.error.is_none(), "{scanned:?}");
             assert_eq!(scanner.table.bytes, table);
         }
@@ -532,13 +534,13 @@ mod tests {
         let good = literal(0x40, "x-good", "1");
         let dropped = literal(0x00, "x-b", "2");
         let block = [START, &good, &bad, &dropped, &good].concat();
-        let (error, replacement) = scanner.scan(&block, UNBOUNDED).error.unwrap();
+        let (error, replacement) = scanner.scan(&block, true, UNBOUNDED).error.unwrap();
         assert_eq!(error, BlockError::Malformed);
         let placeholder = literal(0x40, "x", &"x".repeat(44));
         assert_eq!(replacement, [START, &good, &placeholder, &good, MALFORMED].concat());
         // A scanner that reads the replacement has the same table.
         let mut other = HpackScanner::new(LIMITS);
-        assert!(other.scan(&replacement[..replacement.len() - MALFORMED.len()], UNBOUNDED).error.is_none());
+        assert!(other.scan(&replacement[..replacement.len() - MALFORMED.len()], true, UNBOUNDED).error.is_none());
         let lengths = |scanner: &HpackScanner| scanner.table.entries.iter().map(Entry::bytes).collect::<Vec<_>>();
         assert_eq!(lengths(&other), lengths(&scanner));
     }
@@ -563,13 +565,13 @@ mod tests {
             assert_eq!(error(&mut HpackScanner::new(LIMITS), &block), expected);
         }
         let block = [all(&field, 9), good.clone(), field.clone()].concat();
-        let (_, replacement) = HpackScanner::new(LIMITS).scan(&block, UNBOUNDED).error.unwrap();
+        let (_, replacement) = HpackScanner::new(LIMITS).scan(&block, true, UNBOUNDED).error.unwrap();
         assert_eq!(replacement, [all(&field, 4), good].concat());
         // 1000 bytes exceed the limit.
         let mut wide = HpackScanner::new(HeadLimits { fields: 100, bytes: 1000 });
         assert_eq!(error(&mut wide, &all(&long, 5)), None);
         assert_eq!(error(&mut wide, &all(&long, 6)), Some(BlockError::TooLarge { by_h2: false }));
-        assert!(wide.scan(&all(&long, 3), 300).error.is_some());
+        assert!(wide.scan(&all(&long, 3), true, 300).error.is_some());
         let inserted = all(&literal(0x40, "x-a", &"x".repeat(120)), 8);
         assert_eq!(error(&mut wide, &inserted), Some(BlockError::TooLarge { by_h2: true }));
     }
