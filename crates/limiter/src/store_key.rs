@@ -116,31 +116,6 @@ impl StoreWindow {
     }
 }
 
-impl WindowKind {
-    /// The letter of the kind in calls of the scripts.
-    pub fn letter(self) -> &'static str {
-        match self {
-            WindowKind::Plain | WindowKind::Leased => "p",
-            WindowKind::Accumulating => "g",
-            WindowKind::Floating => "f",
-            WindowKind::Sliding => "s",
-        }
-    }
-
-    /// Appends the last part of a counter's key.
-    pub fn push_key_end(self, number: u64, key: &mut String) {
-        match self {
-            WindowKind::Plain | WindowKind::Leased => {
-                key.push(':');
-                key.push_str(&number.to_string());
-            }
-            WindowKind::Accumulating => key.push_str(":account"),
-            WindowKind::Floating => key.push_str(":first-request"),
-            WindowKind::Sliding => key.push_str(":sliding"),
-        }
-    }
-}
-
 /// The parts of counter names that distinguish the windows of a rule.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct WindowSegments(Vec<(Windows, String)>);
@@ -290,16 +265,9 @@ mod tests {
     }
 
     #[test]
-    fn kinds_have_letters_and_ends_of_keys() {
-        use WindowKind::{Accumulating, Floating, Leased, Plain, Sliding};
-        let found = [Plain, Leased, Accumulating, Floating, Sliding].map(|kind| {
-            let mut key = kind.letter().to_owned();
-            kind.push_key_end(7, &mut key);
-            key
-        });
-        assert_eq!(found, ["p:7", "p:7", "g:account", "f:first-request", "s:sliding"]);
-        let sliding = StoreWindow::at(Sliding, &Windows::Sliding { period_ms: 800 }, 50, 0);
-        assert_eq!((sliding.kind, sliding.length_ms()), (Sliding, 800));
+    fn a_sliding_window_is_as_long_as_its_period() {
+        let sliding = StoreWindow::at(WindowKind::Sliding, &Windows::Sliding { period_ms: 800 }, 50, 0);
+        assert_eq!((sliding.kind, sliding.length_ms()), (WindowKind::Sliding, 800));
     }
 
     #[test]

@@ -261,7 +261,7 @@ fn write_request_arguments(cmd: &mut Cmd, request: &CounterRequest, at_ms: u64) 
         cmd.arg(EXACT).arg(ceiling).arg(need).arg(end_ms);
         return;
     }
-    cmd.arg(kind.letter());
+    cmd.arg(letter(kind));
     let numbers = [ceiling, need, end_ms, want, used_min, request.limit.max(1).into(), number, next_end_ms];
     numbers.into_iter().for_each(|number| _ = cmd.arg(number));
 }
@@ -344,7 +344,7 @@ pub fn refund_command(script: &Script, script_ref: ScriptRef, refunds: &[Refund]
         cmd.arg(&key);
     }
     for refund in refunds {
-        cmd.arg(refund.kind.letter()).arg(refund.number).arg(refund.limit).arg(refund.tokens.min(TOKENS_MAX));
+        cmd.arg(letter(refund.kind)).arg(refund.number).arg(refund.limit).arg(refund.tokens.min(TOKENS_MAX));
         match refund.only_if_used {
             _ if refund.deletes => cmd.arg("all"),
             Some(used) => cmd.arg(used),
@@ -372,15 +372,26 @@ fn start_command(script: &Script, script_ref: ScriptRef, keys: usize, arguments:
     cmd
 }
 
+/// The letter of the kind in calls of the scripts.
+fn letter(kind: WindowKind) -> &'static str {
+    match kind {
+        WindowKind::Plain | WindowKind::Leased => "p",
+        WindowKind::Accumulating => "g",
+        WindowKind::Floating => "f",
+        WindowKind::Sliding => "s",
+    }
+}
+
 fn write_key(key: &mut String, base: &str, kind: WindowKind, number: u64) {
     key.clear();
-    if let Some((before, after)) = base.split_once(WINDOW_MARK) {
-        // Writing to a string cannot fail.
-        let _ = write!(key, "{before}{number}{after}");
-    } else {
-        key.push_str(base);
-        kind.push_key_end(number, key);
-    }
+    // Writing to a string cannot fail.
+    let _ = match (base.split_once(WINDOW_MARK), kind) {
+        (Some((before, after)), _) => write!(key, "{before}{number}{after}"),
+        (None, WindowKind::Plain | WindowKind::Leased) => write!(key, "{base}:{number}"),
+        (None, WindowKind::Accumulating) => write!(key, "{base}:account"),
+        (None, WindowKind::Floating) => write!(key, "{base}:first-request"),
+        (None, WindowKind::Sliding) => write!(key, "{base}:sliding"),
+    };
 }
 
 fn parse_number(reply: &Value) -> Option<u64> {
@@ -478,6 +489,17 @@ mod tests {
             assert_eq!(parse_acquire_reply(&ints(malformed), calls[..1].iter()), None, "{malformed:?}");
         }
         assert_eq!(parse_acquire_reply(&Value::Nil, calls.iter()), None);
+    }
+
+    #[test]
+    fn kinds_have_letters_and_ends_of_keys() {
+        use WindowKind::{Accumulating, Floating, Leased, Plain, Sliding};
+        let found = [Plain, Leased, Accumulating, Floating, Sliding].map(|kind| {
+            let mut key = String::new();
+            write_key(&mut key, letter(kind), kind, 7);
+            key
+        });
+        assert_eq!(found, ["p:7", "p:7", "g:account", "f:first-request", "s:sliding"]);
     }
 
     #[test]
