@@ -314,7 +314,7 @@ impl Gateway {
         gateway.limits_state = limits_state;
         let now_ms = clock.wall_ms();
         let clients = gateway.shared_clients.as_mut().and_then(|shared| shared.live(&config, now_ms));
-        let live = LiveData { clients, published_keys, access: None, now_ms };
+        let live = LiveData { clients, published_keys, now_ms, ..LiveData::default() };
         let served = ServedConfig::new(config, counters.seed, rule_set, upstream_health, live);
         gateway.shared_deny.iter().for_each(|shared| shared.serve(&served));
         gateway.served = Some(Arc::clone(&served));
@@ -507,7 +507,8 @@ impl Gateway {
         }
         let now_ms = self.clock.wall_ms();
         let clients = self.shared_clients.as_mut().and_then(|shared| shared.live(&config, now_ms));
-        let live = LiveData { clients, published_keys, access: None, now_ms };
+        let learnt = self.served.as_ref().map(|served| served.learnt_rules()).unwrap_or_default();
+        let live = LiveData { clients, published_keys, access: None, learnt, now_ms };
         let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, live);
         self.serve(&served, self.clock.wall_ms());
         let (pending, applied) = PendingReload::new(self.former_rules());

@@ -666,7 +666,7 @@ fn every_setting_of_rules_is_read_as_written() {
     // The reserve is lowered to the capacity.
     assert_eq!(usage.cost, Cost::Response { header: None, reserve: 100, max: u32::MAX });
     assert_eq!(usage.refund_on, [429..=429, 500..=599]);
-    let UsageCost { source, weights, on_missing } = usage.usage.as_ref().unwrap();
+    let UsageCost { source, weights, on_missing, .. } = usage.usage.as_ref().unwrap();
     assert_eq!((source, *on_missing), (&UsageSource::Known, OnMissingUsage::Estimate));
     let mut used = Usage::default();
     (used[usage::Kind::Input], used[usage::Kind::Reasoning]) = (1.into(), 2.into());

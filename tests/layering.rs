@@ -205,6 +205,7 @@ const ORDERS: [(&str, &[&str]); 8] = [
         &[
             "usage_reader",
             "request_body",
+            "learnt_cost",
             "content_decoder",
             "event_stream",
             "format",

@@ -241,7 +241,7 @@ fn respond(
             };
         }
         if let Some(pending_cost) = &mut pending_cost {
-            pending_cost.begin_forwarding(plan.route, &mut request);
+            pending_cost.begin_forwarding(plan.route, &mut request, body_values);
         }
         let response = match forward(&config, &peer, &mut plan, request, &mut record).await {
             Ok(response) => {

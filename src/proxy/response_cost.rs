@@ -27,6 +27,7 @@ use transom_rules::response_cost::{
 use transom_store::counter_access::RequestKeys;
 use transom_store::scripts::Refund;
 use transom_store::settlement::RuleCharges;
+use transom_usage::request_body::BodyValues;
 use transom_usage::usage::{Kind, Usage};
 use transom_usage::usage_reader::{Missing, UsageReader};
 
@@ -44,13 +45,19 @@ pub struct PendingCost {
     store_keys: StoreKeys,
     /// `None` before the request is forwarded.
     route: Option<RouteId>,
-    /// Reads the model that the request names, if costs depend on it.
-    request_reader: Option<RequestReader>,
+    /// The model that the request names, if costs depend on it.
+    model: RequestedModel,
     forwarding: Forwarding,
 }
 
-/// Shared with the body of the request, which outlives the response at times.
-type RequestReader = Rc<RefCell<Option<UsageReader>>>;
+/// How the model of a request is known.
+enum RequestedModel {
+    Unknown,
+    /// Read before the decision.
+    Known(Box<BodyValues>),
+    /// Read as the body passes. Shared with the body, which outlives the response at times.
+    Passing(Rc<RefCell<Option<UsageReader>>>),
+}
 
 /// What one rule has charged. The difference to its cost is charged or refunded later.
 struct PendingCharges {
@@ -97,7 +104,7 @@ impl PendingCost {
             refunds: refunds.to_vec(),
             store_keys: store_keys(),
             route: None,
-            request_reader: None,
+            model: RequestedModel::Unknown,
             forwarding: Forwarding::Answered,
         }))
     }
@@ -111,17 +118,26 @@ impl PendingCost {
         }
     }
 
-    /// The request is forwarded. If costs depend on its model, its body is read as it passes.
-    pub fn begin_forwarding(&mut self, route: RouteId, request: &mut Request<RequestBody>) {
+    /// The request is forwarded. If costs depend on its model, its body is read as it passes, unless that was done before.
+    pub fn begin_forwarding(
+        &mut self,
+        route: RouteId,
+        request: &mut Request<RequestBody>,
+        body_values: Option<Box<BodyValues>>,
+    ) {
         self.route = Some(route);
+        if let Some(values) = body_values {
+            self.model = RequestedModel::Known(values);
+            return;
+        }
         let Some(plan) = &self.config.served.route_rules[self.rules_id].response_costs.model_plan else { return };
         // Decoding would cost the gateway more than the client.
         if self.is_settled() || request.headers().contains_key(CONTENT_ENCODING) {
             return;
         }
         // JSON, whatever the client calls it.
-        let reader: RequestReader = Rc::new(RefCell::new(Some(UsageReader::new(plan, None, None))));
-        self.request_reader = Some(Rc::clone(&reader));
+        let reader = Rc::new(RefCell::new(Some(UsageReader::new(plan, None, None))));
+        self.model = RequestedModel::Passing(Rc::clone(&reader));
         request.body_mut().observe(Box::new(move |bytes| {
             reader.borrow_mut().iter_mut().for_each(|reader| reader.push(bytes));
         }));
@@ -181,7 +197,8 @@ impl PendingCost {
         let mut unsettled = std::mem::take(&mut self.unsettled);
         unsettled.retain(|PendingCharges { rule: id, charges }| {
             let rule = &response_costs.rules[*id];
-            let cost = match self.final_cost(rule, response) {
+            let final_cost = self.final_cost(rule, response);
+            let cost = match final_cost {
                 FinalCost::KnownAtEnd => return true,
                 FinalCost::AsCharged => None,
                 FinalCost::Stated(cost) => Some(cost),
@@ -194,6 +211,9 @@ impl PendingCost {
             match body.and_then(|body| rule.usage(body.reading)) {
                 Some(Ok(usage)) => {
                     self.record_usage(*id, &usage);
+                    if let (FinalCost::Stated(cost), Some(body)) = (final_cost, body) {
+                        rule.learn(body, cost);
+                    }
                     let undecoded = body.and_then(|body| body.reading.undecoded());
                     missing = missing.or(undecoded.map(|reason| (rule, reason)));
                 }
@@ -307,9 +327,15 @@ impl UsageReading {
         let in_trailers = |trailers: Option<&HeaderMap>| trailers.and_then(grpc_status).unwrap_or(GRPC_UNKNOWN);
         let grpc_status = grpc_status(&self.headers).or_else(|| trailers.map(in_trailers));
         let reading = self.reader.take().map(|reader| reader.finish(is_aborted));
-        let request = self.pending_cost.request_reader.as_ref().and_then(|reader| reader.borrow_mut().take());
-        let request = request.map(|reader| reader.finish(true));
-        let model = request.as_ref().and_then(|reading| reading.model());
+        let requested = std::mem::replace(&mut self.pending_cost.model, RequestedModel::Unknown);
+        let request = match &requested {
+            RequestedModel::Passing(reader) => reader.borrow_mut().take().map(|reader| reader.finish(true)),
+            RequestedModel::Unknown | RequestedModel::Known(_) => None,
+        };
+        let model = match &requested {
+            RequestedModel::Known(values) => values.model(),
+            RequestedModel::Unknown | RequestedModel::Passing(_) => request.as_ref().and_then(|read| read.model()),
+        };
         let body = reading.as_ref().map(|reading| BodyEnd { reading, model, bytes: self.bytes, is_aborted });
         let response = ResponseEnd { status: self.status, headers: &self.headers, grpc_status, body: body.as_ref() };
         self.pending_cost.settle_rules(&response)

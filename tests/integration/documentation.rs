@@ -29,7 +29,7 @@ use transom_config::rule::{CostSettings, RuleSettings};
 use transom_config::settings::{Section, reference_rows};
 use transom_config::span_export::TracingSettings;
 use transom_config::upstream::{Ejection, HealthChecks, Retries, ServerSettings, UpstreamPolicy};
-use transom_config::usage_cost::{UsagePointers, WeightSettings};
+use transom_config::usage_cost::{ReserveSettings, UsagePointers, WeightSettings};
 use transom_config::window::WindowSettings;
 use transom_config::{AccessLogSettings, General, MetricsSettings};
 use transom_http::error::RequestError;
@@ -498,6 +498,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings_and_key_parts
         ("### Windows", WindowSettings::settings()),
         ("### Cost", CostSettings::settings()),
         ("### Usage", [UsagePointers::settings(), WeightSettings::settings()].concat()),
+        ("### Reserve", ReserveSettings::settings()),
         ("### Descriptors", Descriptor::settings()),
         ("### Counted responses", CountWhen::settings()),
         ("### Values of the body", BodyCondition::settings()),

@@ -10,6 +10,7 @@ use crate::support::client::{Client, request};
 use crate::support::eventually_eq;
 use crate::support::external_scripts::ScriptServer;
 use crate::support::gateway::Gateway;
+use crate::support::http2_client::Http2Client;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::{Connection, ReceivedRequest, Upstream, reply};
 
@@ -233,6 +234,48 @@ fn failures_after_forwarding_are_not_refunded() {
     }
 }
 
+#[test]
+fn the_request_or_experience_says_what_is_reserved() {
+    let upstream = upstream();
+    let table = "{ json = \"/max_tokens\", input = \"bytes/4\", default = 50 }";
+    let rules = [
+        format!("{{ usage = \"auto\", weights = {{ input = 2, output = 3 }}, max = 1000, reserve = {table} }}"),
+        "{ usage = \"auto\", reserve = { learnt = true, default = 70 } }".to_owned(),
+    ];
+    let toml = config(&upstream, &rules.each_ref().map(String::as_str));
+    let mut gateway = Gateway::start(&toml);
+    let mut totals = [0, 0];
+    let mut ask = |gateway: &Gateway, path: &str, body: &str, reserves: [u64; 2]| {
+        let mut client = gateway.client();
+        client.send(request("POST", path, &[], body.as_bytes()));
+        let mut response = client.read_head().unwrap();
+        let left = ["r0", "r1"].map(|rule| 100_000 - remaining(&response, rule));
+        assert_eq!(left, [totals[0] + reserves[0], totals[1] + reserves[1]], "{path} {body}");
+        client.read_body(&mut response, "POST");
+        // Of 15 tokens of input and 10 of output; or what was reserved.
+        let costs = if path == "/chat" { [60, 25] } else { reserves };
+        totals = [totals[0] + costs[0], totals[1] + costs[1]];
+        eventually_eq(|| ["r0", "r1"].map(|rule| used(gateway, rule)), totals);
+    };
+    // 2 for each token of input, of which there are a quarter of the bytes, and 3 for one of output.
+    ask(&gateway, "/chat", "{\"max_tokens\":10.5}", [2 * 5 + 32, 70]);
+    ask(&gateway, "/chat", "{\"max_tokens\":null}", [2 * 5 + 150, 70]);
+    ask(&gateway, "/none", "no JSON", [2 * 2 + 150, 70]);
+    ask(&gateway, "/chat", "", [150, 70]);
+    ask(&gateway, "/chat", "{\"max_tokens\":9999999999}", [1000, 70]);
+    for _ in 0..20 {
+        ask(&gateway, "/chat", "{\"max_tokens\":0,\"model\":\"m\"}", [2 * 7, 70]);
+    }
+    ask(&gateway, "/chat", "{\"max_tokens\":0,\"model\":\"m\"}", [2 * 7, 25]);
+    ask(&gateway, "/chat", "{\"max_tokens\":0,\"model\":\"n\"}", [2 * 7, 70]);
+    // A reload that changes another rule keeps what was learnt.
+    gateway.reload_and_wait(&toml.replace("max = 1000", "max = 900"));
+    ask(&gateway, "/chat", "{\"max_tokens\":9999,\"model\":\"m\"}", [900, 25]);
+    let mut http2 = Http2Client::connect(gateway.http);
+    let response = http2.request_path("POST", "/chat", &[], br#"{"max_tokens":1,"model":"m"}"#).expect(200);
+    assert_eq!(["r0", "r1"].map(|rule| 100_000 - remaining(&response, rule)), [totals[0] + 17, totals[1] + 25]);
+}
+
 /// The answers of each client cost what the server has counted, to the token.
 #[test]
 fn the_guide_limits_llm_tokens() {
@@ -272,7 +315,8 @@ fn the_guide_limits_llm_tokens() {
     // 1.25 and 10 millionths a token of the first four answers, rounded up each, and 5 of the last.
     eventually_eq(|| used("money", "global"), (4 * (4 + 200) + 2 * 5).into());
     // A stream that states no usage keeps its reserve.
-    ask("carol", "/v1/chat/completions", &format!("{{{chat},\"stream\":true}}")).expect(200);
-    eventually_eq(|| used("tokens", "carol"), 2000.into());
+    let body = format!("{{{chat},\"stream\":true}}");
+    ask("carol", "/v1/chat/completions", &body).expect(200);
+    eventually_eq(|| used("tokens", "carol"), (20 + body.len().div_ceil(4)).into());
     assert_eq!(gateway.metrics().sum("transom_usage_missing_total", &[("reason", "absent")]), 1);
 }

@@ -570,7 +570,7 @@ fn caveats(rule: &Rule, counts_all: bool) -> String {
         text += "; requests whose response does not match `count_when` come in addition";
     }
     if let Cost::Response { .. } = rule.cost {
-        text += "; costs of responses beyond the reserve come in addition, and the next windows grant that much less";
+        text += "; the costs of requests in flight beyond their reserves come in addition, and the next windows grant that much less";
     }
     if rule.on_limit == OnLimit::Shadow {
         text += "; a shadow rule refuses nothing";

@@ -23,7 +23,9 @@ use super::settings::{
     Boolean, Choice, Custom, DAY_MS, Inline, Integer, Optional, Section, Shape, Time, TimeOrZero, Word,
 };
 use super::toml_reader::{Item, Table};
-use super::usage_cost::{FAILED, ON_MISSING_USAGE, OnMissingUsage, UsageCost, report_without_usage, usage, weights};
+use super::usage_cost::{
+    FAILED, ON_MISSING_USAGE, OnMissingUsage, Reserve, UsageCost, report_without_usage, reserve, usage, weights,
+};
 use super::values::{Definitions, parse_field_name, read_field_name};
 use super::window::{
     concurrent, layers_are_comparable, report_unreachable_layers, require_limits, suggest_windows, windows,
@@ -146,8 +148,8 @@ settings! {
         /// With `response-header` and `usage`: charged in advance, and the whole charge if the response states no cost, or an unclear
         /// one. A client that disconnects before the response head pays `reserve`, so set it to the usual cost. With 0 a request
         /// takes nothing until its response, and is admitted while a token is left; the store then decides each request, as with
-        /// `shared = "exact"`.
-        reserve: u32 = Integer(1, 0..=COST_MAX);
+        /// `shared = "exact"`. With `usage` also a [table](#reserve).
+        reserve: Reserve = reserve();
         /// Greatest cost. Without it: the smallest capacity of the rule's layers, or of a plan or override if that is larger. With
         /// `usage`: greatest `reserve`; usage is charged whole.
         max: Option<u32> = Optional(Integer(100, 1..=COST_MAX));
@@ -206,7 +208,8 @@ impl GatewayRule {
 
     /// Whether it depends on the body of requests.
     pub fn reads_bodies(&self) -> bool {
-        self.when.is_some() || self.key.iter().any(|part| JSON.has(part))
+        let reserves = self.usage.as_ref().is_some_and(|usage| usage.reserve.reads_bodies());
+        self.when.is_some() || reserves || self.key.iter().any(|part| JSON.has(part))
     }
 
     /// The names of its limits in responses and metrics.
@@ -362,7 +365,8 @@ fn read_rule(
             (None, None) => Vec::new(),
         };
         let weights = cost.weights.unwrap_or_default();
-        gateway_rule.usage = cost.usage.map(|source| UsageCost { source, weights, on_missing: cost.on_missing_usage });
+        let (on_missing, reserve, reserve_max) = (cost.on_missing_usage, cost.reserve, cost.max.unwrap_or(u32::MAX));
+        gateway_rule.usage = cost.usage.map(|source| UsageCost { source, weights, on_missing, reserve, reserve_max });
     }
     gateway_rule.descriptor = settings.descriptor;
 }
@@ -555,12 +559,16 @@ fn check_cost_table(cost: &mut CostSettings, table: &mut Table, report: &mut Rep
     }
     if *source != "usage" {
         report_without_usage(table, report);
+        if let Some(reserve) = table.given("reserve").filter(|_| cost.reserve.reads_bodies()) {
+            let message = format!("`reserve` cannot be a table with `{source}`");
+            report.problem(reserve.span, message, "write a number");
+        }
     }
     if let Some(unused) = table.given("refund_on").filter(|_| *source == "request-header") {
         let message = "`refund_on` has no effect with `request-header`";
         report.problem(unused.key_span, message, "remove it, or see `count_when`");
     }
-    let default = if *key == "default" { cost.default } else { cost.reserve };
+    let default = if *key == "default" { cost.default } else { cost.reserve.default_cost() };
     if let (Some(item), Some(max)) = (table.given(key), cost.max.filter(|max| default > *max)) {
         let message = format!("`{key}` is `{default}`, which is more than `max`, `{max}`");
         report.problem(item.span, message, format!("write at most `{max}`, or raise `max`"));
@@ -581,12 +589,13 @@ fn resolve_cost(cost: &WrittenCost, table: &Table, rule: &Rule, report: &mut Rep
                 (Cost::Request { header, default, max: max(&cost.max) }, "default")
             }
             (None, Some(header), None) => {
-                let (header, reserve) = (Some(header.clone()), cost.reserve);
+                let (header, reserve) = (Some(header.clone()), cost.reserve.default_cost());
                 (Cost::Response { header, reserve, max: max(&cost.max) }, "reserve")
             }
             // A reserve above a capacity is lowered to it.
             (None, None, Some(_)) => {
-                return Cost::Response { header: None, reserve: cost.reserve.min(max(&None)), max: u32::MAX };
+                let reserve = cost.reserve.default_cost().min(max(&None));
+                return Cost::Response { header: None, reserve, max: u32::MAX };
             }
             _ => return Cost::Fixed(1),
         },

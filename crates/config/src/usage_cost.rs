@@ -6,7 +6,7 @@ use toml::de::DeValue;
 
 use super::body_condition::{read_pattern, read_pointer};
 use super::diagnostics::{Report, quoted};
-use super::settings::{Custom, Inline, Kind, Section, Shape, Words};
+use super::settings::{Boolean, Custom, Inline, Integer, Kind, Optional, Required, Section, Shape, Word, Words};
 use super::toml_reader::{Item, SpannedStr, Table};
 use transom_usage::decimal::Decimal;
 use transom_usage::json_pointer::JsonPointer;
@@ -19,6 +19,43 @@ pub struct UsageCost {
     pub source: UsageSource,
     pub weights: ModelWeights,
     pub on_missing: OnMissingUsage,
+    pub reserve: Reserve,
+    /// Greatest reserve.
+    pub reserve_max: u32,
+}
+
+/// What is charged in advance.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Reserve {
+    Fixed(u32),
+    OfRequest {
+        /// The number of tokens of output.
+        output: Option<JsonPointer>,
+        /// Bytes of the body that count as a token of input.
+        bytes_per_input: Option<u32>,
+        /// Tokens of output if the body states none.
+        default: u32,
+    },
+    /// What requests have cost lately.
+    Learnt {
+        /// Until that is known.
+        default: u32,
+    },
+}
+
+impl Reserve {
+    /// Without a request.
+    pub fn default_cost(&self) -> u32 {
+        match self {
+            Reserve::Fixed(cost) => *cost,
+            Reserve::OfRequest { default, .. } | Reserve::Learnt { default } => *default,
+        }
+    }
+
+    /// Whether it depends on the body.
+    pub fn reads_bodies(&self) -> bool {
+        !matches!(self, Reserve::Fixed(_))
+    }
 }
 
 /// What a response costs that states no usage.
@@ -107,6 +144,61 @@ impl Kind for Factor {
     fn shape(&self) -> Shape {
         Shape::Number
     }
+}
+
+settings! {
+    /// What is charged in advance.
+    pub struct ReserveSettings checked by check_reserve {
+        /// JSON Pointer to a number in the request: the tokens of output that it may use.
+        json: Option<JsonPointer> = Word { shape: "JSON Pointer", example: "\"/max_tokens\"", read: read_pointer };
+        /// `"bytes/N"`: each N bytes of the request's body count as a token of input. Without it: 0.
+        input: Option<u32> = Word { shape: "`\"bytes/N\"`", example: "\"bytes/4\"", read: read_bytes_per_input };
+        /// Reserves the 95th percentile of what the requests of this rule that name the same model have cost lately, instead of
+        /// `json` and `input`.
+        learnt: bool = Boolean(false);
+        /// Without such a number in the request: tokens of output. With `learnt`: the reserve until 20 costs are known.
+        default: Option<u32> = Required(Optional(Integer(1000, 0..=u32::MAX as u64)), "add `default = 1000`");
+    }
+}
+
+fn check_reserve(reserve: &mut ReserveSettings, table: &Table, report: &mut Report) {
+    let sources = || ["json", "input"].into_iter().filter_map(|key| table.given(key));
+    if reserve.learnt {
+        for item in sources() {
+            report.problem(item.key_span, format!("`{}` has no effect with `learnt`", item.key), "keep one of the two");
+        }
+    } else if table.lacks("json") && table.lacks("input") && table.lacks("learnt") {
+        let message = "`reserve` has neither `json` nor `input` nor `learnt`";
+        report.problem(table.span.clone(), message, "write `json = \"/max_tokens\"`, or a number instead of the table");
+    }
+}
+
+fn read_bytes_per_input(text: &SpannedStr, report: &mut Report) -> Option<u32> {
+    let number = text.text.strip_prefix("bytes/").and_then(|number| number.parse().ok()).filter(|number| *number > 0);
+    if number.is_none() {
+        report.problem(text.span.clone(), format!("`input` cannot be {}", quoted(text.text)), "write `\"bytes/4\"`");
+    }
+    number
+}
+
+/// The setting `reserve`.
+pub fn reserve() -> Custom<Reserve> {
+    let shape = Shape::AnyOf(vec![Shape::Integer(0..=u32::MAX.into()), Shape::Table(ReserveSettings::settings())]);
+    Custom { default: Reserve::Fixed(1), default_text: Some("1"), shape, read: read_reserve }
+}
+
+fn read_reserve(item: &Item, report: &mut Report) -> Option<Reserve> {
+    if !matches!(item.value, DeValue::Table(_)) {
+        return Some(Reserve::Fixed(u32::try_from(item.integer(0..=u32::MAX.into(), report)?).ok()?));
+    }
+    let table =
+        item.table("`reserve`", "write a number, or `reserve = { json = \"/max_tokens\", default = 1000 }`", report)?;
+    let ReserveSettings { json, input, learnt, default } = ReserveSettings::read_all(table, report);
+    let default = default.unwrap_or(1);
+    Some(match learnt {
+        true => Reserve::Learnt { default },
+        false => Reserve::OfRequest { output: json, bytes_per_input: input, default },
+    })
 }
 
 /// The setting `usage`.

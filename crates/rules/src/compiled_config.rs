@@ -28,6 +28,7 @@ use transom_config::key_kind::{BEARER, HEADER, JSON, JWT};
 use transom_config::listen::Listen;
 use transom_config::route::Route;
 use transom_config::rule::GatewayRule;
+use transom_config::usage_cost::{Reserve, UsageCost};
 use transom_config::{Config, RouteId, UpstreamId};
 use transom_http::forwarded::{ClientInfo, ForwardedField, TrustedProxies};
 use transom_jwt::cache::TokenCache;
@@ -37,7 +38,9 @@ use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Cost;
 use transom_limiter::rule_set::{CompiledRule, RuleSet};
+use transom_usage::format::requested_model;
 use transom_usage::json_pointer::JsonPointer;
+use transom_usage::learnt_cost::LearntCosts;
 use transom_usage::request_body::BodyPlan;
 
 #[derive(Debug)]
@@ -55,6 +58,8 @@ pub struct CompiledConfig {
     pub overrides: IdVec<RuleId, Option<Arc<Overrides>>>,
     /// Whether keys must name a client, by rule of the rule set.
     pub client_checks: IdVec<RuleId, Option<ClientCheck>>,
+    /// What requests have cost, for rules that reserve by it.
+    learnt: IdVec<RuleId, Option<Arc<LearntCosts>>>,
     /// The rules that answer to descriptors.
     pub descriptors: DescriptorIndex,
     /// Form of refusals.
@@ -92,8 +97,17 @@ pub struct LiveData {
     pub published_keys: Option<Arc<PublishedKeys>>,
     /// The deny and allow lists of the same configuration, if it was compiled before.
     pub access: Option<Arc<AccessControl>>,
+    /// What requests have cost, by rule.
+    pub learnt: Vec<LearntRule>,
     /// The time of the wall clock, Unix milliseconds: limits of clients of the clients file that end before are not in effect.
     pub now_ms: u64,
+}
+
+/// What the requests of a rule have cost.
+pub struct LearntRule {
+    name: String,
+    usage: UsageCost,
+    costs: Arc<LearntCosts>,
 }
 
 /// What belongs to a route in other tables. Small, so that thousands of routes stay in the CPU cache.
@@ -128,7 +142,7 @@ impl CompiledConfig {
 
     /// `rule_set` is compiled from the rules of `config`.
     pub fn new(config: Config, seed: Seed, rule_set: RuleSet, live: LiveData) -> CompiledConfig {
-        let LiveData { clients, published_keys, access, now_ms } = live;
+        let LiveData { clients, published_keys, access, learnt, now_ms } = live;
         let clients = clients.or_else(|| {
             let mut plans = CompiledConfig::client_plans(&config)?;
             plans.apply_limits(now_ms);
@@ -144,6 +158,7 @@ impl CompiledConfig {
         let overrides: IdVec<RuleId, _> = rule_set.rules.map(overrides_of);
         let client_check = |rule: &GatewayRule| ClientCheck::new(rule.on_unknown_key, &rule.key, sources);
         let client_checks: IdVec<RuleId, _> = config.rules.map(client_check);
+        let learnt = config.rules.map(|rule| learnt_costs(rule, &learnt));
         let (mut route_rules, mut actions) = (IdVec::new(), Vec::new());
         let mut known: BTreeMap<_, RouteRulesId> = BTreeMap::new();
         let mut routes = IdVec::new();
@@ -153,9 +168,11 @@ impl CompiledConfig {
                 let rule_key = |rule: &RuleId| {
                     let rule_key = RuleKey::new(&rule_set.rules[*rule], route, seed);
                     let rule_key = rule_key.with_condition(config.rules[*rule].when.clone());
+                    let rule_key = rule_key.with_reserve(&config.rules[*rule], learnt[*rule].as_ref());
                     rule_key.with_overrides(overrides[*rule].clone()).with_client_check(client_checks[*rule].clone())
                 };
-                route_rules.push(RouteRules::new(&rule_set, &config, route, rule_key))
+                let response_costs = |rules: &IdVec<_, _>| ResponseCosts::of(&config, rules, &learnt);
+                route_rules.push(RouteRules::new(&rule_set, &config, route, response_costs, rule_key))
             });
             actions.extend(route.actions.as_ref().map(|own| RouteActions::new(own, route)));
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
@@ -196,6 +213,7 @@ impl CompiledConfig {
             access,
             overrides,
             client_checks,
+            learnt,
             rule_set,
             seed,
             config,
@@ -214,7 +232,16 @@ impl CompiledConfig {
     pub fn live_data(&self) -> LiveData {
         let (clients, published_keys, access) =
             (self.clients.clone(), self.published_keys.clone(), self.access.clone());
-        LiveData { clients, published_keys, access, now_ms: 0 }
+        LiveData { clients, published_keys, access, learnt: self.learnt_rules(), now_ms: 0 }
+    }
+
+    /// What the requests of each rule have cost, for the next configuration.
+    pub fn learnt_rules(&self) -> Vec<LearntRule> {
+        let rules = self.config.rules.iter().zip(self.learnt.iter());
+        let learnt = rules.filter_map(|(rule, costs)| {
+            Some(LearntRule { name: rule.name.clone(), usage: rule.usage.clone()?, costs: costs.clone()? })
+        });
+        learnt.collect()
     }
 
     /// Whether the first fetch of the key set, if one is configured, has ended.
@@ -276,14 +303,20 @@ impl RouteRules {
         rule_set: &Arc<RuleSet>,
         config: &Config,
         route: &Route,
+        response_costs: impl FnOnce(&IdVec<PlanPosition, RuleId>) -> ResponseCosts,
         rule_key: impl FnMut(&RuleId) -> RuleKey,
     ) -> RouteRules {
         let charge_plan = rule_set.charge_plan(route.rules.iter().copied());
+        let mut response_costs = response_costs(charge_plan.rules());
+        let mut pointers: Vec<_> = route.rules.iter().flat_map(|rule| body_pointers(&config.rules[*rule])).collect();
+        if !pointers.is_empty() && response_costs.model_plan.take().is_some() {
+            pointers.push(requested_model());
+        }
         RouteRules {
             rule_keys: charge_plan.rules().map(rule_key),
             rate_limit_template: RateLimitTemplate::new(&charge_plan, |rule| config.rules[rule].rate_limit_style),
-            response_costs: ResponseCosts::of(config, charge_plan.rules()),
-            body_plan: BodyPlan::new(route.rules.iter().flat_map(|rule| body_pointers(&config.rules[*rule])).collect()),
+            response_costs,
+            body_plan: BodyPlan::new(pointers),
             charge_plan,
         }
     }
@@ -293,7 +326,21 @@ impl RouteRules {
 fn body_pointers(rule: &GatewayRule) -> impl Iterator<Item = JsonPointer> {
     let keys = rule.key.iter().filter(|part| JSON.has(part)).filter_map(KeyPart::name);
     let keys = keys.filter_map(|name| JsonPointer::parse(name).ok());
-    keys.chain(rule.when.iter().filter_map(|condition| condition.json.clone()))
+    let reserve = rule.usage.as_ref().map(|usage| &usage.reserve).filter(|reserve| reserve.reads_bodies());
+    let output = match reserve {
+        Some(Reserve::OfRequest { output, .. }) => output.clone(),
+        _ => None,
+    };
+    // A reserve depends on the weights of the model, or on its costs.
+    let reserve = reserve.map(|_| requested_model()).into_iter().chain(output);
+    keys.chain(rule.when.iter().filter_map(|condition| condition.json.clone())).chain(reserve)
+}
+
+/// The costs of a rule that reserves by them: those that it has learnt before, if it counts the same.
+fn learnt_costs(rule: &GatewayRule, before: &[LearntRule]) -> Option<Arc<LearntCosts>> {
+    let usage = rule.usage.as_ref().filter(|usage| matches!(usage.reserve, Reserve::Learnt { .. }))?;
+    let same = before.iter().find(|learnt| learnt.name == rule.name && learnt.usage == *usage);
+    Some(same.map(|learnt| Arc::clone(&learnt.costs)).unwrap_or_default())
 }
 
 fn key_fields(config: &Config) -> Vec<HeaderName> {

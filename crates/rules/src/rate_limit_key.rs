@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use http::header::{HeaderMap, HeaderName};
+use http::header::HeaderName;
 use serde_json::{Value, json};
 
 use super::client_plans::{ClientCheck, ClientLookup};
@@ -16,6 +16,8 @@ use super::store_key_text::{DIGEST, KeyDigester, KeyTextFormat};
 use transom_config::body_condition::BodyCondition;
 use transom_config::key_kind::CLIENT;
 use transom_config::route::Route;
+use transom_config::rule::GatewayRule;
+use transom_config::usage_cost::{Reserve, UsageCost};
 use transom_http::error::RequestError;
 use transom_jwt::token::TokenError;
 use transom_limiter::handles::{IdVec, VariantId};
@@ -24,7 +26,9 @@ use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
+use transom_usage::learnt_cost::LearntCosts;
 use transom_usage::request_body::BodyValues;
+use transom_usage::usage::Usage;
 use transom_usage::values::Text;
 
 /// Finds the key of one rule in the requests of one route.
@@ -63,6 +67,36 @@ enum RequestCost {
     },
     /// Charged in advance, if the body of the response states the cost: for each variant at most its smallest capacity.
     Reserve(IdVec<VariantId, u32>),
+    OfBody(Box<BodyReserve>),
+}
+
+/// A reserve that depends on the body of the request.
+#[derive(Debug)]
+struct BodyReserve {
+    /// For each variant the greatest reserve.
+    most: IdVec<VariantId, u32>,
+    usage: UsageCost,
+    learnt: Option<Arc<LearntCosts>>,
+}
+
+impl BodyReserve {
+    /// At least 1: with a reserve of 0, a request would always be admitted.
+    fn of_request(&self, body: Option<&BodyValues>, variant: VariantId) -> u32 {
+        let model = body.and_then(BodyValues::model);
+        let reserve = match &self.usage.reserve {
+            Reserve::OfRequest { output, bytes_per_input, default } => {
+                let stated = output.as_ref().zip(body).and_then(|(pointer, body)| body.number(pointer));
+                let bytes = body.map_or(0, BodyValues::bytes);
+                let input = bytes_per_input.map_or(0, |per_token| bytes.div_ceil(per_token as usize));
+                let usage = Usage::of((input as u64).into(), stated.unwrap_or(u64::from(*default).into()));
+                self.usage.weights.of(model).cost(&usage)
+            }
+            Reserve::Learnt { default } | Reserve::Fixed(default) => {
+                self.learnt.as_ref().and_then(|learnt| learnt.reserve(model)).unwrap_or(*default)
+            }
+        };
+        reserve.clamp(1, *self.most.get(variant).unwrap_or(&self.most[VariantId::DEFAULT]))
+    }
 }
 
 /// The parts of a key, and the hash of everything that is the same for all requests.
@@ -208,6 +242,14 @@ impl RuleKey {
         RuleKey { overrides, ..self }
     }
 
+    /// Reserves by the body of requests. `learnt`: what requests have cost.
+    pub fn with_reserve(self, rule: &GatewayRule, learnt: Option<&Arc<LearntCosts>>) -> RuleKey {
+        let Some(usage) = rule.usage.as_ref().filter(|usage| usage.reserve.reads_bodies()) else { return self };
+        let most = rule.variants().map(|layers| capacity(layers).min(usage.reserve_max).max(1)).collect();
+        let reserve = BodyReserve { most, usage: usage.clone(), learnt: learnt.cloned() };
+        RuleKey { cost: RequestCost::OfBody(Box::new(reserve)), ..self }
+    }
+
     /// Counts only requests for which a condition holds.
     pub fn with_condition(self, condition: Option<BodyCondition>) -> RuleKey {
         RuleKey { condition, ..self }
@@ -243,14 +285,14 @@ impl RuleKey {
             Some(Ok(RuleTreatment::Exempt)) => return Ok(None),
             Some(Ok(RuleTreatment::Variant(variant))) => variant,
             Some(Err(error)) => {
-                let cost = self.cost.of_request(request.headers, &self.rule, VariantId::DEFAULT).ok();
+                let cost = self.cost.of_request(request, &self.rule, VariantId::DEFAULT).ok();
                 return Err(KeyFailure {
                     error,
                     keyed_request: cost.map(|cost| keyed_request(VariantId::DEFAULT, cost)),
                 });
             }
         };
-        Ok(Some(keyed_request(variant, self.cost.of_request(request.headers, &self.rule, variant)?)))
+        Ok(Some(keyed_request(variant, self.cost.of_request(request, &self.rule, variant)?)))
     }
 
     /// Whether the rule exempts a request for which [`RuleKey::keyed_request`] has found no key. Otherwise the rule skips the
@@ -595,11 +637,15 @@ impl KeyRecipe {
     }
 }
 
+/// What a request can cost at most.
+fn capacity(layers: &[Limit]) -> u32 {
+    layers.iter().map(Limit::capacity).min().unwrap_or(u32::MAX)
+}
+
 impl RequestCost {
     fn new(rule: &Rule, route: &Route) -> RequestCost {
         match (&rule.cost, route.cost) {
             (Cost::Response { header: None, reserve, .. }, _) => {
-                let capacity = |layers: &[Limit]| layers.iter().map(Limit::capacity).min().unwrap_or(u32::MAX);
                 let lowered = rule.variants().map(|layers| capacity(layers).min(*reserve));
                 RequestCost::Reserve(lowered.collect())
             }
@@ -614,12 +660,18 @@ impl RequestCost {
     }
 
     /// The cost of a request, from its header field if the rule names one.
-    fn of_request(&self, headers: &HeaderMap, rule: &str, variant: VariantId) -> Result<u32, RequestError> {
+    fn of_request(
+        &self,
+        RequestAttributes { headers, body, .. }: &RequestAttributes<'_>,
+        rule: &str,
+        variant: VariantId,
+    ) -> Result<u32, RequestError> {
         let (name, default, max) = match self {
             RequestCost::Fixed(cost) => return Ok(*cost),
             RequestCost::Reserve(reserves) => {
                 return Ok(*reserves.get(variant).unwrap_or(&reserves[VariantId::DEFAULT]));
             }
+            RequestCost::OfBody(reserve) => return Ok(reserve.of_request(*body, variant)),
             RequestCost::Header { name, default, max } => (name, *default, *max),
         };
         let mut values = headers.get_all(name).iter();
@@ -638,6 +690,8 @@ fn cost_error(rule: &str, field: &HeaderName, max: u32) -> RequestError {
 
 #[cfg(test)]
 pub mod tests {
+    use http::HeaderMap;
+
     use super::*;
     use http::{Method, Uri};
 

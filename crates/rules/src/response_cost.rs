@@ -12,7 +12,8 @@ use transom_config::usage_cost::OnMissingUsage;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::Cost;
 use transom_usage::decimal::Decimal;
-use transom_usage::usage::{Kind, ModelWeights, Usage};
+use transom_usage::learnt_cost::LearntCosts;
+use transom_usage::usage::{ModelWeights, Usage};
 use transom_usage::usage_reader::{Missing, Reading, ReadingPlan, SourceId};
 
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
@@ -32,6 +33,8 @@ pub struct ResponseCostRule {
     count_when: Option<CountWhen>,
     /// Statuses with which a request costs nothing, unless its response states a cost.
     refund_on: Vec<RangeInclusive<u16>>,
+    /// Learns the cost of requests.
+    learnt: Option<Arc<LearntCosts>>,
 }
 
 /// A cost that the response states.
@@ -52,7 +55,7 @@ pub struct ResponseCosts {
     pub rules: IdVec<ResponseCostId, ResponseCostRule>,
     /// Without a rule by usage: `None`.
     pub reading_plan: Option<Arc<ReadingPlan>>,
-    /// What is read of requests: their model, if costs depend on it.
+    /// What is read of requests as they pass: their model, if costs depend on it, and it is not read before the decision.
     pub model_plan: Option<Arc<ReadingPlan>>,
 }
 
@@ -91,11 +94,15 @@ pub enum FinalCost {
 
 impl ResponseCosts {
     /// Of `rules`, those whose charge depends on the response.
-    pub fn of(config: &Config, rules: &IdVec<PlanPosition, RuleId>) -> ResponseCosts {
+    pub fn of(
+        config: &Config,
+        rules: &IdVec<PlanPosition, RuleId>,
+        learnt: &IdVec<RuleId, Option<Arc<LearntCosts>>>,
+    ) -> ResponseCosts {
         let mut plan = ReadingPlan::of_responses();
         let (mut reads_usage, mut depends_on_model) = (false, false);
-        let response_cost = |(position, rule): (PlanPosition, &RuleId)| {
-            let rule = &config.rules[*rule];
+        let response_cost = |(position, id): (PlanPosition, &RuleId)| {
+            let (rule, learnt) = (&config.rules[*id], learnt[*id].clone());
             let stated = match (&rule.usage, &rule.cost) {
                 (Some(usage), _) => {
                     reads_usage = true;
@@ -110,7 +117,8 @@ impl ResponseCosts {
             };
             let count_when = rule.count_when.clone();
             let depends = stated.is_some() || count_when.is_some();
-            depends.then_some(ResponseCostRule { position, stated, count_when, refund_on: rule.refund_on.clone() })
+            let refund_on = rule.refund_on.clone();
+            depends.then_some(ResponseCostRule { position, stated, count_when, refund_on, learnt })
         };
         let rules = rules.enumerate().filter_map(response_cost).collect();
         ResponseCosts {
@@ -154,6 +162,13 @@ impl ResponseCostRule {
         }
     }
 
+    /// Learns the cost that a complete body has stated.
+    pub fn learn(&self, body: &BodyEnd<'_>, cost: u32) {
+        if let Some(learnt) = self.learnt.as_ref().filter(|_| !body.is_partial()) {
+            learnt.record(body.model, cost);
+        }
+    }
+
     /// Whether a response with this status costs nothing if it states no cost.
     pub fn refunds(&self, status: StatusCode) -> bool {
         self.refund_on.iter().any(|statuses| statuses.contains(&status.as_u16()))
@@ -184,9 +199,7 @@ impl BodyEnd<'_> {
     /// What a body without usage may stand for: output, by its length without its content coding.
     fn estimated_usage(&self) -> Usage {
         let bytes = if self.reading.undecoded().is_some() { self.bytes } else { self.reading.decoded_bytes() };
-        let mut usage = Usage::default();
-        usage[Kind::Output] = Decimal::from(bytes.div_ceil(ESTIMATED_BYTES));
-        usage
+        Usage::of(Decimal::ZERO, Decimal::from(bytes.div_ceil(ESTIMATED_BYTES)))
     }
 }
 

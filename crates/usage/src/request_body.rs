@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use super::content_decoder::{ContentDecoder, DecodeError};
 use super::decimal::Decimal;
+use super::format::requested_model;
 use super::json_pointer::{JsonPointer, PointerTree, SlotId, TextId};
 use super::json_scanner::{Document, JsonScanner};
 use super::values::{Text, Value, Values};
@@ -93,6 +94,14 @@ impl BodyValues {
         match self.values.get(self.member(pointer)?.0) {
             Value::Number(number) => Some(number),
             Value::Absent | Value::Unreadable => None,
+        }
+    }
+
+    /// The name of the model, if the plan reads it.
+    pub fn model(&self) -> Option<&str> {
+        match self.text(&requested_model()) {
+            Text::Found(name) if !name.is_empty() => Some(name),
+            _ => None,
         }
     }
 

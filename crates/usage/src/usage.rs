@@ -52,6 +52,14 @@ impl IndexMut<Kind> for Usage {
     }
 }
 
+impl Usage {
+    pub fn of(input: Decimal, output: Decimal) -> Usage {
+        let mut usage = Usage::default();
+        (usage[Kind::Input], usage[Kind::Output]) = (input, output);
+        usage
+    }
+}
+
 /// The factor of each kind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Weights([Decimal; 5]);
