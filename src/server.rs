@@ -510,6 +510,7 @@ impl Gateway {
         let learnt = self.served.as_ref().map(|served| served.learnt_rules()).unwrap_or_default();
         let live = LiveData { clients, published_keys, access: None, learnt, now_ms };
         let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, live);
+        self.shared_deny.iter().for_each(|shared| shared.serve(&served));
         self.serve(&served, self.clock.wall_ms());
         let (pending, applied) = PendingReload::new(self.former_rules());
         self.send_to_workers(|| WorkerCommand::Reload {
@@ -528,7 +529,6 @@ impl Gateway {
 
     /// Makes a configuration the current one, except in the workers. `loaded_ms`: when its file was loaded.
     fn serve(&mut self, served: &Arc<ServedConfig>, loaded_ms: u64) {
-        self.shared_deny.iter().for_each(|shared| shared.serve(served));
         self.served = Some(Arc::clone(served));
         match self.watch_marks(served) {
             Ok(marks) => self.outputs.marks = marks,
@@ -556,6 +556,7 @@ impl Gateway {
         self.shared_clients.iter_mut().for_each(|shared| shared.use_rules(&served.config));
         state.log(&self.limits_state);
         self.limits_state = state;
+        self.shared_deny.iter().for_each(|shared| shared.serve_unchanged(&served));
         let loaded_ms = self.decision_api.borrow().as_ref().map_or(0, |decision_api| decision_api.loaded_ms);
         self.serve(&served, loaded_ms);
         let (pending, _applied) = PendingReload::new(self.former_rules());

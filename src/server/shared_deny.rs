@@ -84,6 +84,11 @@ impl SharedDeny {
         entries.compile();
     }
 
+    /// As [`SharedDeny::serve`], for a configuration with the same deny and allow lists.
+    pub fn serve_unchanged(&self, served: &Arc<ServedConfig>) {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner).served = Some(Arc::clone(served));
+    }
+
     /// Ends the thread, which writes the last copy.
     pub fn stop(self) -> JoinHandle<()> {
         drop(self.stop);

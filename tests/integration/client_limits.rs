@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use serde_json::{Value, json};
 
-use crate::support::client::{Client, HttpResponse};
+use crate::support::client::{Client, HOST, HttpResponse};
 use crate::support::gateway::{Gateway, START_S};
 use crate::support::process::{Process, run};
 use crate::support::redis::RedisServer;
@@ -167,17 +167,74 @@ fn limits_end_by_the_wall_clock() {
     assert_eq!(limit(&gateway), 3);
 }
 
+/// A reload changes how the rule counts windows that a client has.
+#[test]
+fn windows_of_a_client_do_not_prevent_a_reload() {
+    let toml = config("", "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n");
+    let clients = CLIENTS.replace("4/366d", "4/day");
+    let mut gateway = Gateway::start_with(&toml, &clients);
+    let limits = |gateway: &Gateway| {
+        let shown = Client::connect(gateway.admin).get("/v1/clients/acme").expect(200).json();
+        let windows = shown["rules"][0]["windows"].as_array().unwrap().iter();
+        let windows: Vec<u64> = windows.map(|window| window["limit"].as_u64().unwrap()).collect();
+        (windows, shown["limits"]["r"]["without_effect"].as_str().map(str::to_owned))
+    };
+    assert_eq!(limits(&gateway), (vec![4], None));
+    let rolling = toml.replace("\"9000/300d\"", "{ limit = 9000, period = \"day\", capacity = 9500 }");
+    gateway.reload_with(&rolling, &clients);
+    let (windows, reason) = limits(&gateway);
+    assert_eq!(windows, [3, 9000], "those of the plan");
+    assert!(reason.as_ref().is_some_and(|reason| reason.ends_with("in effect after a restart")), "{reason:?}");
+    gateway.reload_with(&toml, &clients);
+    assert_eq!(limits(&gateway), (vec![3, 9000], reason));
+    assert_eq!(limits(&Gateway::start_with(&rolling, &clients)), (vec![4], None));
+}
+
+/// A gateway says so while it does not use the limits that it has stored.
+#[test]
+fn stored_limits_are_not_in_effect_before_they_are_compiled() {
+    let (redis, scratch) = (RedisServer::start(), TempDir::new());
+    let head = format!("[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\n", redis.url());
+    let copy = scratch.path().join("a.copy");
+    let mut gateway =
+        Gateway::start(&config(&head, &format!("[clients]\nsource = \"shared\"\nfile = \"{}\"\n", copy.display())));
+    let put = |gateway: &Gateway, target: &str, body: Value| {
+        Client::connect(gateway.admin).request("PUT", target, &[("Host", HOST)], body.to_string().as_bytes())
+    };
+    let limit = |gateway: &Gateway| {
+        gateway.decision("value", &json!({ "rule": "r", "client": "acme" })).expect(200).json()["limit"].clone()
+    };
+    put(&gateway, "/v1/clients/acme", json!({ "plan": "gold", "networks": ["127.0.0.0/8"] })).expect(201);
+    let set = |gateway: &Gateway| put(gateway, "/v1/clients/acme/limits/r", json!({ "windows": ["300/366d"] }));
+    let stored = set(&gateway).expect(202).json();
+    assert_eq!(stored["limits"]["r"]["without_effect"], "this gateway does not use them yet");
+    assert_eq!(limit(&gateway), 3);
+    assert!(gateway.compile_limits());
+    assert_eq!(limit(&gateway), 300);
+    let stored = set(&gateway).expect(200).json();
+    assert_eq!(stored["limits"]["r"].get("without_effect"), None);
+    assert!(!gateway.compile_limits(), "nothing has changed");
+}
+
 #[test]
 fn limits_of_a_client_in_the_store_apply_on_every_gateway() {
     let (redis, scratch) = (RedisServer::start(), TempDir::new());
     let start = |copy: &str| {
-        let head = format!("[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\nmode = \"exact\"\n", redis.url());
+        let audit = scratch.path().join(format!("{copy}.d"));
+        std::fs::create_dir_all(&audit).unwrap();
+        let head = format!(
+            "[admin]\naudit_log = \"{}/audit.log\"\n[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\nmode = \"exact\"\n",
+            audit.display(),
+            redis.url()
+        );
         let copy = scratch.path().join(copy);
         let clients = format!("[clients]\nsource = \"shared\"\nfile = \"{}\"\n", copy.display());
         Process::spawn(&config(&head, &clients))
     };
     let (a, b) = (start("a.copy"), start("b.copy"));
     let both = [&a, &b];
+    // What only a reload of the file needs.
+    std::fs::remove_dir_all(scratch.path().join("b.copy.d")).unwrap();
     call(&a, "PUT", "/v1/clients/acme", json!({ "plan": "gold", "networks": ["127.0.0.0/8"] })).expect(201);
     eventually_eq(|| b.client().get("/a").status, 200);
     let used = limits(&a).1;
@@ -188,6 +245,7 @@ fn limits_of_a_client_in_the_store_apply_on_every_gateway() {
     };
     let admitted = count_admitted(&both, raise) as u64;
     assert_eq!((admitted + used, limits(&b).1), (300, 300));
+    std::fs::create_dir(scratch.path().join("b.copy.d")).unwrap();
     // The plan changes, and the client keeps its limits; those that have ended do not come back.
     let until = in_seconds(3);
     put(&b, json!({ "windows": ["400/366d"], "until": until })).expect(200);

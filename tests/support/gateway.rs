@@ -139,6 +139,13 @@ impl Gateway {
         self.inner.as_mut().unwrap().reload(parse_config(toml, &[])).unwrap_err().to_string()
     }
 
+    /// Compiles the limits that clients of the store have got, which `cli::run` does when they change. Whether there were some.
+    pub fn compile_limits(&mut self) -> bool {
+        let gateway = self.inner.as_mut().unwrap();
+        let compiler = gateway.limits_compiler();
+        compiler.map(|compile| gateway.use_limits(compile())).is_some()
+    }
+
     /// Ends the limits of clients whose time has come, which `cli::run` does at that time.
     pub fn end_limits(&self) {
         self.inner.as_ref().unwrap().end_limits();

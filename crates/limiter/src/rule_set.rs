@@ -2,6 +2,7 @@
 //!
 //! A [`RuleSet`] is compiled from rules as configured. [`crate::charge_plan`] selects the rules of a route.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -344,13 +345,15 @@ impl RuleSet {
             let Some(known) = former.rules.iter().find(|known| known.hash_prefix == compiled.hash_prefix) else {
                 continue;
             };
-            let layers = compiled.rule.variants().flatten().zip(compiled.compiled_layers());
-            for (limit, layer) in layers.skip(compiled.rule.fixed_variants().flatten().count()) {
-                let mut others = known.rule.variants().flatten().zip(known.compiled_layers());
-                let is_changed = others.any(|(other, known)| other.windows == limit.windows && known.id != layer.id);
-                let name = (compiled.rule.name.clone(), limit.windows.clone());
-                if is_changed && !changed.contains(&name) {
-                    changed.push(name);
+            let fixed = compiled.rule.fixed_variants().flatten().count();
+            let layers = compiled.compiled_layers().skip(fixed).filter(|layer| !layer.is_penalty());
+            // Many clients have the same windows.
+            let ids: BTreeMap<WindowsId, u64> = layers.map(|layer| (layer.request.windows, layer.id)).collect();
+            for (windows, id) in ids {
+                let windows = &self.windows[windows];
+                let same_windows = |other: &&CompiledLayer| former.windows_of(other) == windows && !other.is_penalty();
+                if known.compiled_layers().find(same_windows).is_some_and(|other| other.id != id) {
+                    changed.push((compiled.rule.name.clone(), windows.clone()));
                 }
             }
         }
