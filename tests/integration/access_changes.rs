@@ -82,7 +82,7 @@ fn a_wrong_command_changes_nothing() {
         (&["add", "client:acme"], "there is no `[clients]`"),
         (&["add", "192.0.2.1", "--route", "logn"], "did you mean `login`?"),
         (&["add", "192.0.2.1", "--for", "soon"], "write a duration"),
-        (&["add", "json:/a=1"], "is not a key part"),
+        (&["add", "json:/a=1"], "a deny entry cannot have the part"),
         (&["remove", "0123456789ab"], "see `transom deny list`"),
         (&["remove", "nothing"], "no deny entry has the id"),
     ] {
