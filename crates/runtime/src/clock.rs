@@ -53,14 +53,16 @@ enum ClockSource {
 struct ManualClock {
     unix_ms: AtomicU64,
     wall_ms: AtomicU64,
-    /// The monotonic time at a Unix time, if it changes only by calls too.
+    /// The monotonic time at a time of the wall clock, if it changes only by calls too.
     instant_at: Option<(u64, Instant)>,
 }
 
 impl ManualClock {
-    fn instant(&self, unix_ms: u64) -> Instant {
+    fn instant(&self) -> Instant {
         match self.instant_at {
-            Some((at_ms, instant)) => instant + Duration::from_millis(unix_ms.saturating_sub(at_ms)),
+            Some((at_ms, instant)) => {
+                instant + Duration::from_millis(self.wall_ms.load(Ordering::SeqCst).saturating_sub(at_ms))
+            }
             None => Instant::now(),
         }
     }
@@ -138,8 +140,7 @@ impl Clock {
         match &*self.0 {
             ClockSource::System(system) => system.now(),
             ClockSource::Manual(manual) => {
-                let unix_ms = manual.unix_ms.load(Ordering::SeqCst);
-                Timestamp { unix_ms, instant: manual.instant(unix_ms) }
+                Timestamp { unix_ms: manual.unix_ms.load(Ordering::SeqCst), instant: manual.instant() }
             }
         }
     }
@@ -155,12 +156,15 @@ impl Clock {
         };
     }
 
-    /// Follows a remote clock, which has just returned `unix_ms`. No effect on a manual clock.
+    /// Follows a remote clock, which has just returned `unix_ms`. No effect on a manual clock, unless it is stepped: then the time
+    /// is not behind the remote one.
     pub fn follow(&self, unix_ms: u64) {
-        if let ClockSource::System(system) = &*self.0
-            && (1..=PLAUSIBLE_MAX_MS).contains(&unix_ms)
-        {
-            system.follow(unix_ms, Instant::now());
+        match &*self.0 {
+            ClockSource::System(system) if (1..=PLAUSIBLE_MAX_MS).contains(&unix_ms) => {
+                system.follow(unix_ms, Instant::now());
+            }
+            ClockSource::Manual(ManualClock { instant_at: Some(_), .. }) => self.ensure_at_least(unix_ms),
+            ClockSource::System(_) | ClockSource::Manual(_) => {}
         }
     }
 
@@ -195,7 +199,7 @@ impl Clock {
     pub fn instant(&self) -> Instant {
         match &*self.0 {
             ClockSource::System(_) => Instant::now(),
-            ClockSource::Manual(manual) => manual.instant(manual.unix_ms.load(Ordering::SeqCst)),
+            ClockSource::Manual(manual) => manual.instant(),
         }
     }
 }

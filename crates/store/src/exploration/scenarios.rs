@@ -8,7 +8,7 @@ use super::explore::{explore, run_at_random, trace};
 use super::world::{RequestKind, Scenario, TIMEOUT_MS, refunded, request};
 use crate::test_worker::{leased, named};
 use transom_limiter::handles::{Handle, VariantId};
-use transom_limiter::rule::{OnOutage, Plan, Rule, Sharing};
+use transom_limiter::rule::{OnLimit, OnOutage, Plan, Rule, Sharing};
 use transom_limiter::window::Windows;
 
 /// The kinds of windows. With limits this small, few requests can exceed them.
@@ -41,6 +41,11 @@ fn exact(rule: Rule) -> Rule {
 
 fn refuses_in_outages(rule: Rule) -> Rule {
     Rule { on_outage: OnOutage::Refuse, ..rule }
+}
+
+/// Requests wait for the next window, or the one after it.
+fn delays(rule: Rule) -> Rule {
+    Rule { on_limit: OnLimit::Delay { max_delay_ms: 120_000, max_waiting: 9 }, ..rule }
 }
 
 /// Requests of the plan have a greater limit, and the same counter.
@@ -199,6 +204,22 @@ fn when_clocks_differ() {
     }
 }
 
+/// The clock of a gateway is behind the store's until the first reply, which may not come.
+#[test]
+fn when_a_clock_is_behind() {
+    let requests: &[&[RequestKind]] = &[&[request(0), request(0)]];
+    holds(vec![exact(leased(&["1/minute"]))], requests, |scenario| {
+        (scenario.leads_ms, scenario.outages, scenario.steps) = (vec![-600], 1, vec![RECOVERY_MS]);
+    });
+}
+
+#[test]
+fn when_requests_are_delayed() {
+    for rule in rules_of(&["1/minute"]).map(delays).into_iter().take(if is_wide() { usize::MAX } else { 1 }) {
+        holds_in_both_modes(rule, &[&[request(0)], &[request(0)]], |scenario| scenario.steps = vec![60_000]);
+    }
+}
+
 #[test]
 fn when_refusals_count() {
     let requests: &[&[RequestKind]] = &[&[request(0), request(0)], &[request(0)]];
@@ -351,6 +372,7 @@ fn random_scenario(rng: &mut Rng, requests: usize) -> Scenario {
     let rule = match rng.u8(..4) {
         _ if has_plan => with_plan(rule),
         0 => in_shards(rule),
+        1 => delays(rule),
         _ => rule,
     };
     let rule = if rng.bool() { refuses_in_outages(rule) } else { rule };
@@ -361,10 +383,10 @@ fn random_scenario(rng: &mut Rng, requests: usize) -> Scenario {
     };
     let mut scenario = Scenario::new(vec![rule], &[]);
     scenario.requests = (0..4).map(|_| (0..requests).map(|_| any_request(rng)).collect()).collect();
-    scenario.steps = (0..requests).map(|_| rng.choice([10, 30, 100, 1000, 20_000]).expect("a step")).collect();
+    scenario.steps = (0..requests).map(|_| rng.choice([10, 30, 100, 1000, 20_000, 60_000]).expect("a step")).collect();
     scenario.workers = rng.choice([1, 2, 4]).expect("a number");
     if rng.bool() {
-        scenario.leads_ms = (0..4).map(|_| rng.u64(..1000)).collect();
+        scenario.leads_ms = (0..4).map(|_| rng.i64(-2000..1000)).collect();
     }
     scenario
 }

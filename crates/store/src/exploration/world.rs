@@ -3,7 +3,7 @@
 //! A step is an [`Event`]; then all gateways run until they wait for another event. Nothing else happens: time, calls and replies
 //! move only by events. So a list of events always leads to the same state.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::future::poll_fn;
@@ -17,8 +17,10 @@ use std::time::Duration;
 use foldhash::fast::FixedState;
 use tokio::task::{AbortHandle, LocalSet};
 
+use super::delayed_request::{Decided, Waiting};
 use crate::counter_access::{CounterAccess, RequestKeys};
 use crate::decision_queries::KeyQuery;
+use crate::scripts::Refund;
 use crate::settlement::RuleCharges;
 use crate::shared_counters::{SharedByWorkers, SharedCounters};
 use crate::shared_decision::{BeginResult, SharedOutcome};
@@ -26,9 +28,8 @@ use crate::simulated_store::network::{Network, hash_of};
 use crate::test_worker::{START_MS, keyed_request};
 use transom_config::redis::{Nodes, StoreConfig};
 use transom_limiter::charge_plan::ChargePlan;
-use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::{LayerId, RuleId, VariantId};
+use transom_limiter::handles::{LayerId, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::Seed;
 use transom_limiter::rule::{OnOutage, Rule};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
@@ -83,8 +84,9 @@ pub struct Scenario {
     pub cancels: u8,
     /// Resets of the first key.
     pub resets: u8,
-    /// By how much the clock of each gateway is ahead of the store's, milliseconds; without a number it is not.
-    pub leads_ms: Vec<u64>,
+    /// By how much the clock of each gateway is ahead of the store's, or behind it until the first reply, milliseconds; without a
+    /// number it is not.
+    pub leads_ms: Vec<i64>,
 }
 
 impl Scenario {
@@ -186,17 +188,18 @@ struct Gateway {
 
 struct Request {
     kind: RequestKind,
-    begun_ms: u64,
+    /// Until when its decision may take, by the gateway's wall clock, which is not set.
+    deadline_ms: Rc<Cell<u64>>,
     stage: RefCell<Stage>,
     task: RefCell<Option<AbortHandle>>,
 }
 
 enum Stage {
     Waits,
-    Decided(Box<SharedOutcome>),
+    Decided(Decided),
     Unavailable,
     /// Counted in the observations.
-    Admitted(Box<SharedOutcome>),
+    Admitted(Decided),
     Ended,
 }
 
@@ -234,7 +237,7 @@ struct Observations {
     /// Whether calls, replies or a gateway were lost.
     has_lost_calls: bool,
     has_lost_data: bool,
-    /// Whether a response stated less than was charged.
+    /// Whether a response stated less than was charged, or a client has left.
     has_refunded: bool,
     /// Whether a gateway may have counted without the store.
     has_counted_alone: bool,
@@ -273,7 +276,7 @@ impl World {
             let of_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(256).expect("memory")));
             let workers = (0..scenario.workers).map(|nth| number * scenario.workers + nth);
             let lead_ms = scenario.leads_ms.get(number).copied().unwrap_or(0);
-            let clock = Clock::stepped(START_MS + lead_ms, now.into_std());
+            let clock = Clock::stepped(START_MS.saturating_add_signed(lead_ms), now.into_std());
             gateways.extend(workers.map(|worker| Gateway::new(worker, scenario.is_cluster, &of_workers, &clock)));
         }
         let mut world = World {
@@ -292,8 +295,11 @@ impl World {
             gateway.tasks.spawn_local(Rc::clone(&gateway.shared).run());
         }
         world.run_gateways().await;
-        // The gateways probe the store before their first request.
-        world.answer_all().await;
+        // The gateways probe the store before their first request. The reply to a gateway whose clock is behind says the time.
+        world.observed.has_counted_alone = scenario.leads_ms.iter().any(|lead_ms| *lead_ms < 0);
+        if !world.observed.has_counted_alone {
+            world.answer_all().await;
+        }
         world
     }
 
@@ -345,6 +351,7 @@ impl World {
             Event::Begin { gateway } => self.begin(gateway),
             Event::Cancel { gateway, request } => {
                 self.scenario.cancels -= 1;
+                self.observed.has_refunded = true;
                 self.gateways[gateway].requests[request].cancel();
             }
             Event::Reset { gateway } => {
@@ -382,11 +389,11 @@ impl World {
             }
             Event::Advance { ms } => {
                 self.scenario.steps.remove(0);
-                let now_ms = self.clock.now().unix_ms + ms;
-                let times_out = |request: &Rc<Request>| {
-                    matches!(*request.stage.borrow(), Stage::Waits) && now_ms >= request.begun_ms + TIMEOUT_MS
-                };
-                let has_late = self.gateways.iter().any(|gateway| gateway.requests.iter().any(times_out));
+                let has_late = self.gateways.iter().any(|gateway| {
+                    let now_ms = gateway.wall_ms() + ms;
+                    let times_out = |request: &Rc<Request>| request.waits() && now_ms >= request.deadline_ms.get();
+                    gateway.requests.iter().any(times_out)
+                });
                 self.observed.has_counted_alone |= has_late;
                 self.advance(ms).await;
             }
@@ -418,13 +425,13 @@ impl World {
     fn begin(&mut self, number: usize) {
         let kind = self.scenario.requests[number].remove(0);
         let KeyQuery { keyed_requests, store_keys, .. } = self.query(kind);
+        let gateway = &mut self.gateways[number];
         let request = Rc::new(Request {
             kind,
-            begun_ms: self.clock.now().unix_ms,
+            deadline_ms: Rc::new(Cell::new(gateway.wall_ms() + TIMEOUT_MS)),
             stage: RefCell::new(Stage::Waits),
             task: RefCell::new(None),
         });
-        let gateway = &mut self.gateways[number];
         gateway.requests.push(Rc::clone(&request));
         let (counters, charge_plan) = (Rc::clone(&gateway.counters), Rc::clone(&self.charge_plan));
         let decide = {
@@ -442,7 +449,12 @@ impl World {
                     BeginResult::Pending(pending) => pending.decide(&charge_plan).await,
                     BeginResult::Unavailable => return request.set(Stage::Unavailable),
                 };
-                request.set(decided.map_or(Stage::Unavailable, |outcome| Stage::Decided(Box::new(outcome))));
+                let waiting = Waiting::new(&counters, &charge_plan, store_keys, Rc::clone(&request.deadline_ms));
+                let passed = match decided {
+                    Ok(outcome) => waiting.pass(outcome).await,
+                    Err(unavailable) => Err(unavailable),
+                };
+                request.set(passed.map_or(Stage::Unavailable, Stage::Decided));
             }
         };
         let task = gateway.tasks.spawn_local(decide);
@@ -476,15 +488,19 @@ impl World {
     fn respond(&mut self, number: usize, nth: usize) {
         let gateway = &self.gateways[number];
         let request = &gateway.requests[nth];
-        let Stage::Admitted(outcome) = request.stage.replace(Stage::Ended) else { return };
+        let Stage::Admitted(decided) = request.stage.replace(Stage::Ended) else { return };
         let stated = request.kind.stated.expect("a cost");
         let store_keys = self.store_keys(request.kind.key);
-        let keyed_requests = &outcome.context.inputs.keyed_requests;
+        let context = &decided.outcomes[0].0.context;
+        let keyed_requests = &context.inputs.keyed_requests;
         let keys = RequestKeys { charge_plan: &self.charge_plan, keyed_requests, store_keys: &store_keys };
+        let outcomes = || decided.outcomes.iter().map(|(outcome, _)| outcome);
+        let refunds: Vec<(PlanPosition, Refund)> = outcomes().flat_map(|outcome| outcome.refunds.clone()).collect();
         let settle = || {
-            for position in keyed_requests.ids().filter(|position| outcome.context.has_charged(*position)) {
-                let charges = RuleCharges::of(&outcome.context, position);
-                gateway.counters.settle(keys, position, &charges, &outcome.refunds, stated);
+            for position in keyed_requests.ids().filter(|position| context.has_charged(*position)) {
+                let mut charges = RuleCharges::default();
+                outcomes().for_each(|outcome| charges.add(&outcome.context, position));
+                gateway.counters.settle(keys, position, &charges, &refunds, stated);
             }
         };
         // Its tasks begin in the gateway.
@@ -492,7 +508,7 @@ impl World {
         settle();
         let difference = i64::from(stated) - i64::from(request.kind.cost);
         self.observed.has_refunded |= difference < 0;
-        self.note_admitted(request.kind, &outcome.context, difference, true);
+        self.note_admitted(request.kind, &decided, difference, true);
     }
 
     fn kill(&mut self, number: usize) {
@@ -552,28 +568,28 @@ impl World {
     }
 
     fn note_decisions(&mut self) {
-        let now_ms = self.clock.now().unix_ms;
         for number in 0..self.gateways.len() {
+            let now_ms = self.gateways[number].wall_ms();
             for nth in 0..self.gateways[number].requests.len() {
                 let request = Rc::clone(&self.gateways[number].requests[nth]);
                 let stage = request.stage.replace(Stage::Ended);
                 let next = match stage {
-                    Stage::Decided(outcome) if matches!(outcome.decision, Decision::Admitted) => {
+                    Stage::Decided(decided) if decided.is_admitted => {
                         // Tokens that came too late for the table were given to the request itself.
-                        let context = &outcome.context;
+                        let context = &decided.outcomes[0].0.context;
                         let counted = context.result.charges.len() + context.sharing.prepaid.len();
                         if counted < self.layers(request.kind).len() {
                             self.broken.get_or_insert_with(|| ALL_COUNT.to_owned());
                         }
-                        self.note_admitted(request.kind, &outcome.context, request.kind.cost.into(), false);
-                        Stage::Admitted(outcome)
+                        self.note_admitted(request.kind, &decided, request.kind.cost.into(), false);
+                        Stage::Admitted(decided)
                     }
                     Stage::Decided(_) => {
                         self.note_refused(request.kind);
                         Stage::Ended
                     }
                     Stage::Unavailable => Stage::Ended,
-                    Stage::Waits if now_ms > request.begun_ms + TIMEOUT_MS => {
+                    Stage::Waits if now_ms > request.deadline_ms.get() => {
                         self.broken.get_or_insert_with(|| format!("{NOBODY_WAITS}: {:?}", request.kind));
                         Stage::Waits
                     }
@@ -605,11 +621,8 @@ impl World {
 
     /// Adds tokens to those that were admitted, and compares them with the limits. `is_settled`: the tokens are the difference to
     /// what a response states; more than was charged may exceed a limit.
-    fn note_admitted(&mut self, kind: RequestKind, context: &DecisionContext, tokens: i64, is_settled: bool) {
-        let charges = context.result.charges.iter().map(|charge| (charge.layer.id, charge.usage.end_ms));
-        let charges: Vec<(LayerId, u64)> =
-            charges.filter(|(layer, _)| !self.rule_set.layer(*layer).is_penalty()).collect();
-        for (layer, end_ms) in charges {
+    fn note_admitted(&mut self, kind: RequestKind, decided: &Decided, tokens: i64, is_settled: bool) {
+        for (layer, end_ms) in decided.windows(&self.rule_set) {
             let name = self.base((layer, kind.key));
             let overdrawn = self.observed.overdrawn.entry((kind.key, name.clone())).or_default();
             *overdrawn += if is_settled { u64::try_from(tokens).unwrap_or(0) } else { 0 };
@@ -632,10 +645,18 @@ impl World {
             // Tokens that were counted alone between the reset in the store and the one here are forgotten too.
             let resets = resets * (1 + u64::from(counts_alone));
             let most = self.capacity(layer) * (parts + resets) + forgotten + overdrawn;
-            if admitted > most && !is_settled {
+            if admitted > most && !is_settled && !self.may_move_reservations(layer) {
                 self.broken.get_or_insert_with(|| format!("{NEVER_OVER}: {name} admitted {admitted}, {most} allowed"));
             }
         }
+    }
+
+    /// Whether requests may have been refunded in the store that others wait behind: these then count in an earlier window than that
+    /// in which they pass.
+    fn may_move_reservations(&self, layer: LayerId) -> bool {
+        let Observations { has_lost_calls, has_refunded, has_counted_alone, resets, .. } = &self.observed;
+        let has_refunded = *has_lost_calls || *has_refunded || *has_counted_alone || !resets.concat().is_empty();
+        self.rule_set.rules[layer.rule].rule.delays() && has_refunded
     }
 
     /// The limit of a counter. Windows of several plans may share it: a request of one plan may spend a token that the store has granted
@@ -693,7 +714,9 @@ impl World {
                 windows.map(|((_, _, end_ms), tokens)| (end_ms, tokens)).unzip();
             // A reset ends leases that were granted after the store has executed it.
             let is_reset = !self.observed.resets[counter.1].is_empty();
-            if is_reset || ends.len() > 1 || ends.iter().any(|end_ms| *end_ms <= now_ms) {
+            // Requests that have waited count in another window of the store than that in which they pass.
+            let delays = self.rule_set.rules[counter.0.rule].rule.delays();
+            if delays || is_reset || ends.len() > 1 || ends.iter().any(|end_ms| *end_ms <= now_ms) {
                 continue;
             }
             let (used, admitted) = (self.used(counter), admitted.iter().sum::<u64>());
@@ -737,9 +760,9 @@ impl World {
                 is_admitted = matches!(&*request.stage.borrow(), Stage::Admitted(_));
             }
         }
-        // A refusal that counts takes what remains.
-        let counts_refused = self.rule_set.rules.iter().any(|compiled| compiled.rule.count_refused);
-        if fits && !is_admitted && !counts_refused {
+        // A refusal that counts takes what remains. A request may wait because of usage that was reset.
+        let may_be_late = |rule: &Rule| rule.count_refused || rule.delays();
+        if fits && !is_admitted && !self.rule_set.rules.iter().any(|compiled| may_be_late(&compiled.rule)) {
             self.broken.get_or_insert_with(|| NOT_REFUSED_FOREVER.to_owned());
         }
     }
@@ -851,6 +874,10 @@ impl Gateway {
         }
     }
 
+    fn wall_ms(&self) -> u64 {
+        self.counters.clock.wall_ms()
+    }
+
     /// Runs the tasks that can run; `false` if there are none.
     fn run(&mut self) -> bool {
         if !self.is_alive || !self.is_woken.replace(false) {
@@ -864,6 +891,10 @@ impl Gateway {
 }
 
 impl Request {
+    fn waits(&self) -> bool {
+        matches!(*self.stage.borrow(), Stage::Waits)
+    }
+
     fn set(&self, stage: Stage) {
         self.stage.replace(stage);
     }

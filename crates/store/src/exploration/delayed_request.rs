@@ -1,0 +1,130 @@
+//! Requests that wait until a later window opens, as the proxy lets them wait.
+
+use std::cell::Cell;
+use std::mem::{replace, take};
+use std::rc::Rc;
+use std::time::Duration;
+
+use super::world::TIMEOUT_MS;
+use crate::counter_access::{CounterAccess, RequestKeys};
+use crate::scripts::Refund;
+use crate::shared_decision::{SharedOutcome, Unavailable};
+use transom_limiter::charge_plan::ChargePlan;
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::handles::LayerId;
+use transom_limiter::rule_set::RuleSet;
+use transom_limiter::sharded_counter::ShardReceipt;
+use transom_limiter::store_key::StoreKeys;
+
+/// A request whose decision has ended.
+pub struct Decided {
+    pub is_admitted: bool,
+    /// What was charged at first, and again whenever the request had waited; each with the time until which it waited then, by the
+    /// gateway's clock.
+    pub outcomes: Vec<(SharedOutcome, u64)>,
+}
+
+/// A request that was charged and waits. As in the proxy, dropping it refunds what was charged.
+pub struct Waiting {
+    pub counters: Rc<CounterAccess>,
+    pub charge_plan: Rc<ChargePlan>,
+    pub store_keys: StoreKeys,
+    /// Until when the decision may take, by the gateway's wall clock, which is not set.
+    pub deadline_ms: Rc<Cell<u64>>,
+    outcomes: Vec<(SharedOutcome, u64)>,
+    receipts: Vec<ShardReceipt>,
+    refunds: Vec<Refund>,
+}
+
+impl Decided {
+    /// The layers in which the request counts when it passes, with the ends of the windows.
+    pub fn windows(&self, rule_set: &RuleSet) -> Vec<(LayerId, u64)> {
+        let mut windows: Vec<(LayerId, u64)> = Vec::new();
+        // What was charged last counts.
+        for (SharedOutcome { context, .. }, until_ms) in self.outcomes.iter().rev() {
+            for charge in &context.result.charges {
+                let (layer, end_ms) = (charge.layer.id, charge.usage.end_ms);
+                let period_ms = rule_set.windows_of(rule_set.layer(layer)).typical_ms();
+                let later = until_ms.checked_sub(end_ms).map_or(0, |ms| ms / period_ms + 1);
+                if !rule_set.layer(layer).is_penalty() && windows.iter().all(|(other, _)| *other != layer) {
+                    windows.push((layer, end_ms + later * period_ms));
+                }
+            }
+        }
+        windows
+    }
+}
+
+impl Waiting {
+    pub fn new(
+        counters: &Rc<CounterAccess>,
+        charge_plan: &Rc<ChargePlan>,
+        store_keys: StoreKeys,
+        deadline_ms: Rc<Cell<u64>>,
+    ) -> Waiting {
+        let (counters, charge_plan) = (Rc::clone(counters), Rc::clone(charge_plan));
+        let (outcomes, receipts, refunds) = Default::default();
+        Waiting { counters, charge_plan, store_keys, deadline_ms, outcomes, receipts, refunds }
+    }
+
+    /// Waits until the request passes or is refused.
+    pub async fn pass(mut self, mut outcome: SharedOutcome) -> Result<Decided, Unavailable> {
+        let latest_ms = self.now_ms() + self.charge_plan.max_delay_ms();
+        let is_admitted = loop {
+            let decision = replace(&mut outcome.decision, Decision::Admitted);
+            let until_ms = if let Decision::Delayed { until_ms, .. } = decision { until_ms } else { 0 };
+            let now_ms = self.now_ms();
+            self.receipts.retain(|charged| charged.receipt.end_ms() > now_ms);
+            self.receipts.extend(outcome.context.all_receipts());
+            self.refunds.extend(outcome.refunds.iter().map(|(_, refund)| refund.clone()));
+            let keyed_requests = outcome.context.inputs.keyed_requests.clone();
+            self.outcomes.push((outcome, until_ms));
+            let Decision::Delayed { recharge, .. } = decision else { break matches!(decision, Decision::Admitted) };
+            if until_ms > latest_ms {
+                break false;
+            }
+            self.deadline_ms.set(self.wall_ms() + until_ms.saturating_sub(self.now_ms()) + TIMEOUT_MS);
+            while self.now_ms() < until_ms {
+                tokio::time::sleep(Duration::from_millis(until_ms - self.now_ms())).await;
+            }
+            if recharge.is_empty() {
+                break true;
+            }
+            self.deadline_ms.set(self.wall_ms() + TIMEOUT_MS);
+            let mut context = DecisionContext::default();
+            context.inputs.keyed_requests = keyed_requests;
+            outcome = self.counters.recharge(&self.charge_plan, recharge, context, &self.store_keys).await?;
+        };
+        let receipts = take(&mut self.receipts);
+        if is_admitted {
+            self.refunds.clear();
+        } else if self.outcomes.len() > 1 {
+            self.counters.refund(self.keys(), receipts, u32::MAX);
+        }
+        Ok(Decided { is_admitted, outcomes: take(&mut self.outcomes) })
+    }
+
+    fn now_ms(&self) -> u64 {
+        self.counters.clock.now().unix_ms
+    }
+
+    fn wall_ms(&self) -> u64 {
+        self.counters.clock.wall_ms()
+    }
+
+    fn keys(&self) -> RequestKeys<'_> {
+        let keyed_requests = &self.outcomes[0].0.context.inputs.keyed_requests;
+        RequestKeys { charge_plan: &self.charge_plan, keyed_requests, store_keys: &self.store_keys }
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let receipts = take(&mut self.receipts);
+        if let (false, Some((_, until_ms))) = (receipts.is_empty(), self.outcomes.last()) {
+            self.counters.refund_in_order(self.keys(), receipts, Some(*until_ms));
+        }
+        self.counters.refund_in_store(take(&mut self.refunds));
+    }
+}
