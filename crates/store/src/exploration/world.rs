@@ -629,15 +629,15 @@ impl World {
             let overdrawn = *overdrawn;
             let admitted = self.observed.admitted.entry((kind.key, name.clone(), end_ms)).or_default();
             *admitted = admitted.saturating_add_signed(tokens);
-            // A single gateway remembers what the store has lost, without refunds in flight.
-            let may_forget = self.histories.len() > 1 || self.observed.has_refunded;
+            let is_sharded = self.rule_set.layer(layer).shards > 1;
+            // A single gateway remembers what the store has lost, without refunds in flight, except of single shards.
+            let may_forget = self.histories.len() > 1 || self.observed.has_refunded || is_sharded;
             let forgotten = self.observed.forgotten.get(&(kind.key, name.clone())).filter(|_| may_forget);
             let forgotten = forgotten.copied().unwrap_or(0);
             // A gateway that cannot reach the store counts alone.
             let is_local = self.rule_set.rules[layer.rule].rule.on_outage == OnOutage::Local;
             let counts_alone = is_local && (self.observed.has_lost_calls || self.observed.has_counted_alone);
             // What is known of shards does not bound what late replies grant.
-            let is_sharded = self.rule_set.layer(layer).shards > 1;
             let parts = if counts_alone { self.histories.len() as u64 + u64::from(is_sharded) } else { 1 };
             let admitted = *admitted;
             let since_ms = end_ms.saturating_sub(2 * self.rule_set.windows_of(self.rule_set.layer(layer)).typical_ms());
