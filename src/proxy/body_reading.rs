@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::HeaderMap;
-use http::header::CONTENT_ENCODING;
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http_body::Body as _;
 
 use super::response_cost::joined;
@@ -18,7 +18,7 @@ use crate::timer::Timer;
 use crate::upstream::request_body::{BufferedBody, ClientBody, RequestBody, UploadLimits};
 use transom_http::error::RequestError;
 use transom_usage::memory_budget::MemoryBudget;
-use transom_usage::request_body::{BodyError, BodyPlan, BodyValues};
+use transom_usage::request_body::{BodyCoding, BodyError, BodyPlan, BodyValues};
 
 /// What all bodies may take that are read before their decision, until they are forwarded.
 static MEMORY: MemoryBudget = MemoryBudget::new(256 << 20);
@@ -40,10 +40,12 @@ impl BodyReading {
         headers: &HeaderMap,
         timer: &Timer,
     ) -> Result<(ClientBody, Box<BodyValues>), RequestError> {
-        let coding = joined(headers, CONTENT_ENCODING);
+        let [content_encoding, content_type] = [CONTENT_ENCODING, CONTENT_TYPE].map(|name| joined(headers, name));
+        let coding =
+            BodyCoding { content_encoding: content_encoding.as_deref(), content_type: content_type.as_deref() };
         let BodyReading { plan, max_bytes, limits, timeout } = self;
         let body = read_to_end(RequestBody::new(body, || limits.at_most(max_bytes as u64)), timeout, timer).await?;
-        let values = BodyValues::read(&plan, body.data(), coding.as_deref(), max_bytes);
+        let values = BodyValues::read(&plan, body.data(), coding, max_bytes);
         let values = values.map_err(|error| match error {
             BodyError::RepeatedMember => RequestError::BodyAmbiguous,
             BodyError::Undecodable => RequestError::BodyCoding,

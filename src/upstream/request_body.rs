@@ -33,6 +33,8 @@ pub enum BodySource {
     Buffered(Box<BufferedBody>),
 }
 
+const BUFFERED_FRAME_BYTES: usize = 64 << 10;
+
 /// A body that was read as a whole.
 pub struct BufferedBody {
     data: Bytes,
@@ -51,7 +53,8 @@ impl BufferedBody {
     }
 
     fn take_frame(&mut self) -> Option<Frame<Bytes>> {
-        let data = std::mem::take(&mut self.data);
+        // In parts, so that the deadline of an upload sees it move.
+        let data = self.data.split_to(self.data.len().min(BUFFERED_FRAME_BYTES));
         if data.is_empty() { self.trailers.take().map(Frame::trailers) } else { Some(Frame::data(data)) }
     }
 }
@@ -114,6 +117,8 @@ impl BodySource {
             BodySource::Http1(body) => body.size_hint(),
             BodySource::Http2(body) => body.bytes_left.map_or_else(SizeHint::default, SizeHint::with_exact),
             BodySource::Observed(observed) => observed.body.size_hint(),
+            // Trailers need a chunked body.
+            BodySource::Buffered(body) if body.trailers.is_some() => SizeHint::default(),
             BodySource::Buffered(body) => SizeHint::with_exact(body.data.len() as u64),
         }
     }

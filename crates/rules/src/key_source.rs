@@ -278,7 +278,7 @@ pub mod tests {
     use crate::store_key_text::tests::{headers, token, tokens};
     use transom_config::key::parse_part;
     use transom_config::key_kind::{Argument, BEARER, CLIENT, ENTRY, JWT, KINDS, KeyKind, ValueForm};
-    use transom_usage::request_body::BodyPlan;
+    use transom_usage::request_body::{BodyCoding, BodyPlan};
 
     /// The connection of the requests in tests. It has everything.
     pub const CONNECTION: ConnectionValues<'_> = ConnectionValues { client_cert: Some("f00d") };
@@ -297,7 +297,7 @@ pub mod tests {
         with_request("10.0.0.7", &headers, &tokens(), |request| {
             let pointer = JsonPointer::parse("/model").unwrap();
             let plan = BodyPlan::new(vec![pointer]).unwrap();
-            let body = BodyValues::read(&plan, b"{\"model\":\"m\"}", None, 99).unwrap();
+            let body = BodyValues::read(&plan, b"{\"model\":\"m\"}", BodyCoding::default(), 99).unwrap();
             let request = RequestAttributes { uri: &uri, body: Some(&body), ..*request };
             let mut fed = Vec::new();
             let found =

@@ -481,11 +481,12 @@ impl RuleKey {
 }
 
 /// Whether a body meets a condition. One that is not a JSON object does: servers may read more than JSON, and a list of requests
-/// has no such member.
+/// has no such member. So does an array or an object in place of the value, because some servers read what is in it.
 fn holds(condition: &BodyCondition, body: Option<&BodyValues>) -> bool {
     let (Some(pointer), Some(body)) = (&condition.json, body) else { return true };
     match body.text(pointer) {
-        Text::Absent => !body.is_object(),
+        _ if !body.is_object() => true,
+        Text::Absent => body.is_container(pointer),
         Text::Unreadable => true,
         Text::Found(text) => condition.values.iter().any(|pattern| pattern.matches(text)),
     }

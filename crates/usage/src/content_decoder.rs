@@ -53,9 +53,18 @@ enum Coding {
 
 struct Inflate {
     decompress: Decompress,
-    /// Whether further members may follow the first one.
-    is_gzip: bool,
+    format: InflateFormat,
     has_ended: bool,
+    /// Bytes follow the end.
+    has_excess: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum InflateFormat {
+    /// Further members may follow the first one.
+    Gzip,
+    Zlib,
+    Raw,
 }
 
 #[derive(Default)]
@@ -63,6 +72,8 @@ struct Brotli {
     /// `None` before the first byte.
     state: Option<BrotliState<StandardAlloc, StandardAlloc, StandardAlloc>>,
     has_ended: bool,
+    /// Bytes follow the end.
+    has_excess: bool,
 }
 
 struct Zstd {
@@ -70,6 +81,8 @@ struct Zstd {
     /// Compressed data up to the end of a header or block.
     pending: Vec<u8>,
     part: ZstdPart,
+    /// A frame has ended.
+    has_ended: bool,
 }
 
 /// What comes next in a zstd frame.
@@ -97,13 +110,13 @@ impl ContentDecoder {
         let name = content_encoding.unwrap_or_default().trim_ascii().to_ascii_lowercase();
         let coding = match &name[..] {
             b"" | b"identity" => Coding::Identity,
-            b"gzip" | b"x-gzip" => Coding::Gzip(Inflate::new(Decompress::new_gzip(15), true)),
+            b"gzip" | b"x-gzip" => Coding::Gzip(Inflate::new(InflateFormat::Gzip)),
             b"deflate" => Coding::Deflate(None),
             b"br" => Coding::Brotli(Box::default()),
             b"zstd" => {
                 let mut decoder = FrameDecoder::new();
                 decoder.set_max_window_size(ZSTD_WINDOW_MAX_BYTES);
-                Coding::Zstd(Box::new(Zstd { decoder, pending: Vec::new(), part: ZstdPart::Header }))
+                Coding::Zstd(Box::new(Zstd { decoder, pending: Vec::new(), part: ZstdPart::Header, has_ended: false }))
             }
             _ => Coding::Failed(DecodeError::Unreadable),
         };
@@ -134,8 +147,8 @@ impl ContentDecoder {
                 let Some(first) = bytes.first() else { return };
                 // The first byte of the zlib format has the method in its lower half, and at most 7 in its upper half. Raw data
                 // begin so only with a stored block whose padding is not zero.
-                let is_zlib = first & 0x8F == 8;
-                inflate.get_or_insert_with(|| Inflate::new(Decompress::new(is_zlib), false)).push(bytes, &mut bounded)
+                let format = if first & 0x8F == 8 { InflateFormat::Zlib } else { InflateFormat::Raw };
+                inflate.get_or_insert_with(|| Inflate::new(format)).push(bytes, &mut bounded)
             }
             Coding::Brotli(brotli) => brotli.push(bytes, &mut bounded),
             Coding::Zstd(zstd) => zstd.push(bytes, &mut bounded),
@@ -150,6 +163,20 @@ impl ContentDecoder {
     /// Whether bodies have no coding.
     pub fn is_identity(&self) -> bool {
         matches!(self.coding, Coding::Identity)
+    }
+
+    /// Whether the data ended where their coding says so, and are of the format that the name of the coding stands for: everyone
+    /// who decodes them gets the same.
+    pub fn is_exact(&self) -> bool {
+        match &self.coding {
+            Coding::Identity => true,
+            Coding::Gzip(inflate) | Coding::Deflate(Some(inflate)) => {
+                inflate.has_ended && !inflate.has_excess && inflate.format != InflateFormat::Raw
+            }
+            Coding::Brotli(brotli) => brotli.has_ended && !brotli.has_excess,
+            Coding::Zstd(zstd) => zstd.has_ended && zstd.part == ZstdPart::Header && zstd.pending.is_empty(),
+            Coding::Deflate(None) | Coding::Failed(_) => false,
+        }
     }
 
     pub fn decoded_bytes(&self) -> u64 {
@@ -174,15 +201,21 @@ impl Coding {
 }
 
 impl Inflate {
-    fn new(decompress: Decompress, is_gzip: bool) -> Inflate {
-        Inflate { decompress, is_gzip, has_ended: false }
+    fn new(format: InflateFormat) -> Inflate {
+        let decompress = match format {
+            InflateFormat::Gzip => Decompress::new_gzip(15),
+            InflateFormat::Zlib => Decompress::new(true),
+            InflateFormat::Raw => Decompress::new(false),
+        };
+        Inflate { decompress, format, has_ended: false, has_excess: false }
     }
 
     fn push(&mut self, mut bytes: &[u8], output: &mut Output<'_>) -> Result<(), DecodeError> {
         let mut buffer = [0; BUFFER_BYTES];
         loop {
             if self.has_ended {
-                if !self.is_gzip || bytes.is_empty() {
+                if self.format != InflateFormat::Gzip || bytes.is_empty() {
+                    self.has_excess |= !bytes.is_empty();
                     return Ok(());
                 }
                 self.decompress.reset(true);
@@ -204,6 +237,7 @@ impl Inflate {
 
 impl Brotli {
     fn push(&mut self, bytes: &[u8], output: &mut Output<'_>) -> Result<(), DecodeError> {
+        self.has_excess |= self.has_ended && !bytes.is_empty();
         let Some(first) = bytes.first().filter(|_| !self.has_ended) else { return Ok(()) };
         if self.state.is_none() && first & 1 == 1 && 17 + (first >> 1 & 7) > BROTLI_WINDOW_MAX_BITS {
             return Err(DecodeError::TooLarge);
@@ -231,6 +265,7 @@ impl Brotli {
                 BrotliResult::NeedsMoreInput => return Ok(()),
                 BrotliResult::ResultSuccess => {
                     self.has_ended = true;
+                    self.has_excess = left > 0;
                     return Ok(());
                 }
                 BrotliResult::ResultFailure => return Err(DecodeError::Unreadable),
@@ -324,6 +359,7 @@ impl Zstd {
         let is_finished = self.decoder.decode_blocks(&mut part, one).map_err(|_invalid| DecodeError::Unreadable)?;
         if is_finished {
             self.part = ZstdPart::Header;
+            self.has_ended = true;
         }
         let mut buffer = [0; BUFFER_BYTES];
         while self.decoder.can_collect() > 0 {

@@ -173,7 +173,8 @@ impl PointerTree {
         let mut children = self.node(node).children.iter();
         let is_equal = |child: &&Child| {
             let known = child.name.as_bytes();
-            known == name || self.ignores_case && known.eq_ignore_ascii_case(name)
+            known == name
+                || self.ignores_case && (known.eq_ignore_ascii_case(name) || is_folded_equal(&child.name, name))
         };
         children.find(is_equal).map(|child| child.node)
     }
@@ -217,4 +218,14 @@ impl NodeId {
     pub fn index(self) -> usize {
         self.0.into()
     }
+}
+
+/// Whether names are equal without regard to case, as Go's decoder compares them: the long s (U+017F) is an s, and the sign of the
+/// kelvin (U+212A) a k.
+#[cold]
+fn is_folded_equal(known: &str, name: &[u8]) -> bool {
+    let fold = |sign: char| sign.to_uppercase().flat_map(char::to_lowercase);
+    let is_ascii = known.is_ascii() && name.is_ascii();
+    let name = std::str::from_utf8(name).ok().filter(|_| !is_ascii);
+    name.is_some_and(|name| known.chars().flat_map(fold).eq(name.chars().flat_map(fold)))
 }

@@ -83,6 +83,8 @@ pub struct JsonScanner {
     text: Text,
     /// Whether the elements of an array at the root are documents.
     reads_elements: bool,
+    /// A document had more levels than are checked.
+    has_unchecked: bool,
 }
 
 impl JsonScanner {
@@ -98,6 +100,7 @@ impl JsonScanner {
             number: NumberReader::default(),
             text: Text::default(),
             reads_elements,
+            has_unchecked: false,
         }
     }
 
@@ -115,6 +118,11 @@ impl JsonScanner {
         (self.state, self.depth, self.target) = (State::Value, 0, Some(PointerTree::ROOT));
         self.containers.clear();
         document
+    }
+
+    /// Whether a document had more levels than are checked: what is below them may be no JSON.
+    pub fn has_unchecked_levels(&self) -> bool {
+        self.has_unchecked
     }
 
     pub fn is_malformed(&self) -> bool {
@@ -244,6 +252,7 @@ impl JsonScanner {
         values.set(self.number_slots(tree), Value::Unreadable);
         if self.depth == DEPTH_MAX {
             self.state = State::Deep(1);
+            self.has_unchecked = true;
             return;
         }
         let (word, bit) = (self.depth as usize / 64, 1 << (self.depth % 64));

@@ -1,8 +1,8 @@
 //! The members of a request body that rules depend on, read from the whole body before the request is decided.
 //!
 //! What servers may read differently must not decide: of two spellings of a document, each server has to see the values that are
-//! read here. Therefore names are compared without regard to case, a repeated member is an error, and documents in UTF-16 and
-//! UTF-32 are read as well.
+//! read here. Therefore names are compared without regard to case, a repeated member is an error, documents in UTF-16 and UTF-32 are
+//! read as well, and a body is rejected that a server without its content coding or charset could read as another document.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub struct BodyPlan {
 pub enum BodyError {
     /// It has a member twice on the way to a pointer.
     RepeatedMember,
-    /// Its content coding is unknown, or its data are invalid.
+    /// Its content coding or charset is unknown, its data are invalid, or they are JSON without the coding, too.
     Undecodable,
     /// Without its content coding it exceeds the limit.
     TooLarge,
@@ -63,15 +63,17 @@ impl BodyValues {
     pub fn read(
         plan: &Arc<BodyPlan>,
         body: &[u8],
-        content_encoding: Option<&[u8]>,
+        coding: BodyCoding<'_>,
         max_bytes: usize,
     ) -> Result<BodyValues, BodyError> {
-        let decoded = decode(body, content_encoding, max_bytes)?;
+        let kind = coding.kind()?;
+        let decoded = decode(body, coding.content_encoding, max_bytes)?;
         let bytes = decoded.len();
         let (mut scanner, mut values) = (JsonScanner::new(false), Values::new(&plan.tree));
         let text = to_utf8(decoded);
         scanner.push(&plan.tree, &mut values, &text);
-        let is_json = scanner.finish(&plan.tree, &mut values) == Document::Complete;
+        let is_complete = scanner.finish(&plan.tree, &mut values) == Document::Complete;
+        let is_json = is_complete && !scanner.has_unchecked_levels();
         if values.has_repeated_member() {
             return Err(BodyError::RepeatedMember);
         }
@@ -80,13 +82,20 @@ impl BodyValues {
         } else {
             values.discard();
         }
-        let is_object = is_json && text.trim_ascii_start().starts_with(b"{");
+        let is_object = is_json && kind == BodyKind::Any && text.trim_ascii_start().starts_with(b"{");
         Ok(BodyValues { plan: Arc::clone(plan), values, is_object, bytes })
     }
 
     /// The text at a pointer of the plan, or the number or Boolean as text.
     pub fn text(&self, pointer: &JsonPointer) -> Text<'_> {
         self.member(pointer).map_or(Text::Absent, |(_, text)| self.values.text(text))
+    }
+
+    /// Whether an array or an object is at a pointer of the plan.
+    pub fn is_container(&self, pointer: &JsonPointer) -> bool {
+        self.member(pointer).is_some_and(|(slot, text)| {
+            self.values.text(text) == Text::Absent && self.values.get(slot) == Value::Unreadable
+        })
     }
 
     /// The number at a pointer of the plan.
@@ -110,7 +119,7 @@ impl BodyValues {
         members.find(|(known, ..)| known == pointer).map(|(_, slot, text)| (*slot, *text))
     }
 
-    /// Whether the body is a JSON object.
+    /// Whether the body is a JSON object, for every server: not by the type of a form.
     pub fn is_object(&self) -> bool {
         self.is_object
     }
@@ -118,6 +127,44 @@ impl BodyValues {
     /// Its length without its content coding.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+}
+
+/// How the fields of a request say that its body is coded.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct BodyCoding<'f> {
+    /// Of all lines.
+    pub content_encoding: Option<&'f [u8]>,
+    pub content_type: Option<&'f [u8]>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum BodyKind {
+    /// Servers read it as a form, even if it is JSON.
+    Form,
+    Any,
+}
+
+/// The charsets of JSON: those that are read here, whatever the name.
+const CHARSETS: [&str; 9] =
+    ["utf-8", "utf8", "us-ascii", "utf-16", "utf-16le", "utf-16be", "utf-32", "utf-32le", "utf-32be"];
+
+impl BodyCoding<'_> {
+    fn kind(self) -> Result<BodyKind, BodyError> {
+        let value = String::from_utf8_lossy(self.content_type.unwrap_or_default()).to_ascii_lowercase();
+        let charset = |parameter: &str| {
+            let value = parameter.split_once('=').map_or("", |(_, value)| value);
+            value.trim_matches([' ', '\t', '"', '\'']).to_owned()
+        };
+        let charsets: Vec<String> =
+            value.split([';', ',']).filter(|part| part.contains("charset")).map(charset).collect();
+        match &charsets[..] {
+            [] => {}
+            [charset] if CHARSETS.contains(&charset.as_str()) => {}
+            _ => return Err(BodyError::Undecodable),
+        }
+        let is_form = value.contains("application/x-www-form-urlencoded") || value.contains("multipart/");
+        Ok(if is_form { BodyKind::Form } else { BodyKind::Any })
     }
 }
 
@@ -143,7 +190,12 @@ fn decode<'b>(body: &'b [u8], content_encoding: Option<&[u8]>, max_bytes: usize)
             None => {}
         }
     }
-    Ok(Cow::Owned(decoded))
+    // Most servers ignore codings of requests, and some ignore what follows the end, or read what has none.
+    let is_json_too = matches!(to_utf8(Cow::Borrowed(body)).trim_ascii_start().first(), Some(b'{' | b'['));
+    match decoder.is_exact() && !is_json_too {
+        true => Ok(Cow::Owned(decoded)),
+        false => Err(BodyError::Undecodable),
+    }
 }
 
 /// JSON in UTF-16 or UTF-32 begins with a mark, or has zeros among its first bytes (RFC 4627, section 3).
@@ -188,7 +240,13 @@ mod tests {
 
     fn read_coded(body: &[u8], coding: Option<&[u8]>) -> Result<BodyValues, BodyError> {
         let pointers = ["/model", "/params/name", "/max_tokens", "/list/1"].map(pointer);
+        let coding = BodyCoding { content_encoding: coding, content_type: None };
         BodyValues::read(&BodyPlan::new(pointers.to_vec()).unwrap(), body, coding, 1000)
+    }
+
+    fn read_as(content_type: &str, body: &str) -> Result<BodyValues, BodyError> {
+        let coding = BodyCoding { content_encoding: None, content_type: Some(content_type.as_bytes()) };
+        BodyValues::read(&BodyPlan::new(vec![pointer("/model")]).unwrap(), body.as_bytes(), coding, 1000)
     }
 
     fn read(body: &[u8]) -> Result<BodyValues, BodyError> {
@@ -266,6 +324,8 @@ mod tests {
             r#"{"model":"a","model":"b"}"#,
             r#"{"model":"a","\u006dodel":"a"}"#,
             r#"{"model":"a","Model":"b"}"#,
+            r#"{"max_tokens":1,"max_token\u017f":2}"#,
+            r#"{"max_tokens":1,"max_to\u212aens":2}"#,
             r#"{"model":null,"x":[],"model":"b""#,
             r#"{"params":{},"params":{"name":1}}"#,
             r#"{"params":{"name":1,"name":1}}"#,
@@ -288,5 +348,53 @@ mod tests {
         assert_eq!(read_gzip(&gzip(&vec![b' '; 8 << 20]), b"gzip"), Some(BodyError::TooLarge));
         assert_eq!(read_gzip(b"{}", b"gzip"), Some(BodyError::Undecodable));
         assert_eq!(read_gzip(b"{}", b"compress"), Some(BodyError::Undecodable));
+        let whole = gzip(br#"{"model":"a"}"#);
+        assert_eq!(read_gzip(&whole[..whole.len() - 9], b"gzip"), Some(BodyError::Undecodable));
+    }
+
+    /// A body that is one document to this gateway, and another one to a server that decodes it otherwise.
+    #[test]
+    fn bodies_that_servers_may_read_otherwise_are_rejected() {
+        let compress = |zlib: bool, body: &[u8]| {
+            let mut encoder = flate2::Compress::new(Compression::best(), zlib);
+            let mut data = Vec::with_capacity(1000);
+            encoder.compress_vec(body, &mut data, flate2::FlushCompress::Finish).unwrap();
+            data
+        };
+        let json = br#"{"model":"a"}"#;
+        let error = |coding: &[u8], body: &[u8]| read_coded(body, Some(coding)).err();
+        assert_eq!(error(b"deflate", &compress(true, json)), None);
+        let behind = [&compress(true, json)[..], br#" {"model":"b"}"#].concat();
+        for body in [&compress(false, json)[..], &behind, b"", br#"{"model":"b"}"#] {
+            assert_eq!(error(b"deflate", body), Some(BodyError::Undecodable), "{body:?}");
+        }
+        // The header of a frame that begins with JSON is none; brotli has no header.
+        assert_eq!(error(b"br", br#"[{"model":"b"}]"#), Some(BodyError::Undecodable));
+        let json = r#"{"model":"a"}"#;
+        for (content_type, is_read) in [
+            ("application/json; charset=utf-8", true),
+            ("application/json; Charset=\"UTF-8\"", true),
+            ("text/plain", true),
+            ("application/json; charset=utf-7", false),
+            ("application/json; charset=utf-8; charset=utf-7", false),
+            ("application/json; charset*=utf-8''utf-7", false),
+        ] {
+            let read = read_as(content_type, json);
+            assert_eq!(
+                read.map(|values| values.is_object()).map_err(|error| error == BodyError::Undecodable),
+                if is_read { Ok(true) } else { Err(true) },
+                "{content_type}"
+            );
+        }
+        for form in ["application/x-www-form-urlencoded", "Multipart/Form-Data; boundary=x"] {
+            let values = read_as(form, json).unwrap();
+            assert_eq!((values.is_object(), values.text(&pointer("/model"))), (false, Text::Found("a")), "{form}");
+        }
+        // Below the levels that are checked, there may be anything.
+        let deep = format!("{{\"model\":\"a\",\"x\":{}/*\"*/{}}}", "[".repeat(300), "]".repeat(300));
+        assert_eq!(text(&deep, "/model"), None);
+        let values = read(br#"{"model":["a"],"params":{"name":null},"max_tokens":{}}"#).unwrap();
+        let containers = ["/model", "/params/name", "/max_tokens"].map(|at| values.is_container(&pointer(at)));
+        assert_eq!(containers, [true, false, true]);
     }
 }

@@ -106,10 +106,12 @@ impl Values {
             }
         }
         for (text, stated) in self.texts.iter_mut().zip(&mut self.document_texts) {
-            if stated.is_found {
+            // A text that says nothing does not replace one that was read.
+            let says_nothing = stated.is_unreadable || stated.bytes.is_empty();
+            if stated.is_found && !(text.is_found && says_nothing) {
                 std::mem::swap(text, stated);
-                stated.clear();
             }
+            stated.clear();
         }
         self.seen.fill(false);
     }
