@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::HeaderMap;
-use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use http_body::Body as _;
 
+use super::include_usage::asking_for_usage;
 use super::response_cost::joined;
 use crate::timer::Timer;
 use crate::upstream::request_body::{BufferedBody, ClientBody, RequestBody, UploadLimits};
@@ -30,28 +31,47 @@ pub struct BodyReading {
     pub limits: UploadLimits,
     /// How long the client may send nothing.
     pub timeout: Duration,
+    pub set_include_usage: bool,
+}
+
+/// A body that was read.
+pub struct ReadBody {
+    pub body: ClientBody,
+    pub values: Box<BodyValues>,
+    /// The usage of the stream is to be hidden from the client.
+    pub hides_usage: bool,
 }
 
 impl BodyReading {
-    /// Reads a body to its end. Returns the body again, and its values.
+    /// Reads a body to its end.
     pub async fn read(
         self,
         body: ClientBody,
-        headers: &HeaderMap,
+        headers: &mut HeaderMap,
         timer: &Timer,
-    ) -> Result<(ClientBody, Box<BodyValues>), RequestError> {
+    ) -> Result<ReadBody, RequestError> {
         let [content_encoding, content_type] = [CONTENT_ENCODING, CONTENT_TYPE].map(|name| joined(headers, name));
         let coding =
             BodyCoding { content_encoding: content_encoding.as_deref(), content_type: content_type.as_deref() };
-        let BodyReading { plan, max_bytes, limits, timeout } = self;
-        let body = read_to_end(RequestBody::new(body, || limits.at_most(max_bytes as u64)), timeout, timer).await?;
+        let BodyReading { plan, max_bytes, limits, timeout, set_include_usage } = self;
+        let mut body = read_to_end(RequestBody::new(body, || limits.at_most(max_bytes as u64)), timeout, timer).await?;
         let values = BodyValues::read(&plan, body.data(), coding, max_bytes);
         let values = values.map_err(|error| match error {
             BodyError::RepeatedMember => RequestError::BodyAmbiguous,
             BodyError::Undecodable => RequestError::BodyCoding,
             BodyError::TooLarge => RequestError::BodyTooLarge(max_bytes as u64),
         })?;
-        Ok((ClientBody::buffered(body), Box::new(values)))
+        let rewritten = set_include_usage.then(|| asking_for_usage(body.data(), &values, headers)).flatten();
+        let hides_usage = rewritten.is_some();
+        if let Some(data) = rewritten {
+            // A stream that is coded could not be filtered.
+            headers.remove(ACCEPT_ENCODING);
+            if let Some(length) = headers.get_mut(CONTENT_LENGTH) {
+                *length = data.len().into();
+            }
+            body.replace_data(data);
+        }
+        Ok(ReadBody { body: ClientBody::buffered(body), values: Box::new(values), hides_usage })
     }
 }
 

@@ -15,7 +15,8 @@ use http::{Request, Response, Version, header};
 use http_body::Body as _;
 
 use super::admission::{Admission, Evaluation, PendingAdmission, evaluate};
-use super::body_reading::BodyReading;
+use super::body_reading::{BodyReading, ReadBody};
+use super::include_usage::hide_usage;
 use super::peer::{ConnectionInfo, Peer};
 use super::request_record::RequestRecord;
 use super::response::{Content, ResponseBody, ResponseFormat, error_response, forwarded_response, refusal_response};
@@ -138,6 +139,8 @@ struct ReceivedRequest {
     body: ClientBody,
     /// What was read of the body; `None` before.
     body_values: Option<Box<BodyValues>>,
+    /// The usage of the stream is to be hidden.
+    hides_usage: bool,
     client: ClientInfo,
     format: ResponseFormat,
     record: RequestRecord,
@@ -168,7 +171,8 @@ pub fn handle(
     if let Err(error) = restored {
         return ResponseFuture::Done(Some(error_response(&error, format, record)));
     }
-    let received = ReceivedRequest { config, parts, body, body_values: None, client, format, record };
+    let received =
+        ReceivedRequest { config, parts, body, body_values: None, hides_usage: false, client, format, record };
     respond(worker, peer, received, now, head_error)
 }
 
@@ -181,7 +185,8 @@ fn respond(
     now: Timestamp,
     head_error: Option<RequestError>,
 ) -> ResponseFuture {
-    let ReceivedRequest { config, mut parts, body, body_values, client, mut format, mut record } = received;
+    let ReceivedRequest { config, mut parts, body, body_values, hides_usage, client, mut format, mut record } =
+        received;
     let is_forward_auth = peer.connection.is_forward_auth;
     // On `forward_auth`, the proxy sends the head of the original request without its body.
     let body_bytes = if is_forward_auth { 0 } else { body.size_hint().lower() };
@@ -203,7 +208,8 @@ fn respond(
             }
             Ok(RequestOutcome::ReadBody(reading)) => {
                 let client = request_context.client;
-                let received = ReceivedRequest { config, parts, body, body_values, client, format, record };
+                let received =
+                    ReceivedRequest { config, parts, body, body_values, hides_usage, client, format, record };
                 return read_body(worker, peer, received, *reading);
             }
             Err(error) => {
@@ -244,7 +250,7 @@ fn respond(
             pending_cost.begin_forwarding(plan.route, &mut request, body_values);
         }
         let response = match forward(&config, &peer, &mut plan, request, &mut record).await {
-            Ok(response) => {
+            Ok(mut response) => {
                 if let Some(handshake) = plan.websocket.take() {
                     return ResponseFuture::Waiting(Box::pin(async move {
                         let response = match handshake.finish(response).await {
@@ -259,6 +265,9 @@ fn respond(
                         };
                         ResponseFuture::Done(Some(settle(response, fields, pending_cost)))
                     }));
+                }
+                if hides_usage {
+                    hide_usage(&mut response);
                 }
                 forwarded_response(response, format, record)
             }
@@ -280,9 +289,9 @@ fn read_body(
 ) -> ResponseFuture {
     let (worker, peer) = (Rc::clone(worker), Rc::clone(peer));
     ResponseFuture::Waiting(Box::pin(async move {
-        match reading.read(received.body, &received.parts.headers, &peer.timer).await {
-            Ok((body, values)) => {
-                (received.body, received.body_values) = (body, Some(values));
+        match reading.read(received.body, &mut received.parts.headers, &peer.timer).await {
+            Ok(ReadBody { body, values, hides_usage }) => {
+                (received.body, received.body_values, received.hides_usage) = (body, Some(values), hides_usage);
                 respond(&worker, &peer, received, worker.clock.now(), None)
             }
             Err(error) => ResponseFuture::Done(Some(error_response(&error, received.format, received.record))),
@@ -460,7 +469,9 @@ fn begin_body_reading(
     }
     let timeout = timeouts_of(served, actions).body;
     let limits = upload_limits(worker, served, resolved.route_id);
-    Ok(Some(Box::new(BodyReading { plan: Arc::clone(plan), max_bytes, limits, timeout })))
+    let set_include_usage = served.config.routes[resolved.route_id].actions.as_ref();
+    let set_include_usage = set_include_usage.is_some_and(|actions| actions.set_include_usage);
+    Ok(Some(Box::new(BodyReading { plan: Arc::clone(plan), max_bytes, limits, timeout, set_include_usage })))
 }
 
 fn timeouts_of<'a>(served: &'a ServedConfig, actions: Option<&'a RouteActions>) -> &'a Timeouts {

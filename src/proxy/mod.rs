@@ -13,6 +13,7 @@ mod body_reading;
 mod delayed_request;
 pub mod handler;
 mod held_slots;
+mod include_usage;
 pub mod log_throttle;
 pub mod peer;
 pub mod request_record;

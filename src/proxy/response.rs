@@ -9,6 +9,7 @@ use http::request::Parts;
 use http::{HeaderMap, Response};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 
+use super::include_usage::FilteredBody;
 use super::request_record::RequestRecord;
 use crate::upstream::response_body::{UpstreamBody, UpstreamBodyError};
 use transom_http::error::RequestError;
@@ -104,6 +105,8 @@ pub enum Content {
     /// Made by the gateway; `None` once it was taken.
     Local(Option<Bytes>),
     Upstream(UpstreamBody),
+    /// Of the upstream, without the usage that the client has not asked for.
+    Filtered(Box<FilteredBody>),
     /// Made by the gateway while it is sent.
     Stream(LocalStream),
 }
@@ -163,7 +166,10 @@ impl ResponseBody {
 
     /// `observer` follows the rest of the body.
     pub fn observe(&mut self, observer: Box<dyn BodyObserver>) {
-        self.0.observer = Some(observer);
+        match &mut self.0.content {
+            Content::Filtered(body) => body.observer = Some(observer),
+            _ => self.0.observer = Some(observer),
+        }
     }
 
     /// The whole body, if the gateway made it.
@@ -216,6 +222,7 @@ impl HttpBody for ResponseBody {
         let mut frame = match &mut this.content {
             Content::Local(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Content::Upstream(download) => Pin::new(download).poll_frame(cx),
+            Content::Filtered(body) => body.poll_frame(cx),
             Content::Stream(stream) => stream.as_mut().poll_frame(cx),
         };
         if let Poll::Ready(Some(Ok(frame))) = &mut frame {
@@ -247,6 +254,7 @@ impl HttpBody for ResponseBody {
         match &self.0.content {
             Content::Local(bytes) => bytes.is_none(),
             Content::Upstream(download) => download.is_end_stream(),
+            Content::Filtered(body) => body.is_end_stream(),
             Content::Stream(stream) => stream.is_end_stream(),
         }
     }
@@ -255,6 +263,7 @@ impl HttpBody for ResponseBody {
         match &self.0.content {
             Content::Local(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             Content::Upstream(download) => download.size_hint(),
+            Content::Filtered(_) => SizeHint::default(),
             Content::Stream(stream) => stream.size_hint(),
         }
     }
@@ -262,7 +271,7 @@ impl HttpBody for ResponseBody {
 
 /// Shows the observer a frame. Returns the observer unless the body has ended.
 #[inline(never)]
-fn observe(
+pub fn observe(
     mut observer: Box<dyn BodyObserver>,
     frame: &Poll<Option<Result<Frame<Bytes>, UpstreamBodyError>>>,
 ) -> Option<Box<dyn BodyObserver>> {

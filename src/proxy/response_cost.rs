@@ -273,7 +273,7 @@ impl PendingCost {
                 "a tunnel states none: set `websocket = false` on the route, or use the rule on other routes only"
             }
             Missing::Absent => {
-                "the server has to state it; OpenAI streams do if requests have `stream_options.include_usage`, other members are \
+                "the server has to state it; OpenAI streams do if requests have `stream_options.include_usage` (`set_include_usage = true` on the route adds it), other members are \
                  read with `usage = { json = [POINTER] }`"
             }
             Missing::Compressed => "its Content-Encoding cannot be decoded: remove Accept-Encoding from requests",

@@ -71,7 +71,7 @@ impl WebSocketHandshake {
         let (parts, content) = response.into_parts();
         let tunnel = match content {
             Content::Upstream(download) => download.into_tunnel().await,
-            Content::Local(_) | Content::Stream(_) => None,
+            Content::Local(_) | Content::Filtered(_) | Content::Stream(_) => None,
         };
         let closed = || RequestError::Upstream("the server closed the connection after switching protocols".to_owned());
         let tunnel = tunnel.ok_or_else(closed)?;

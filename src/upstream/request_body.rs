@@ -52,6 +52,11 @@ impl BufferedBody {
         &self.data
     }
 
+    /// Replaces the data by longer ones.
+    pub fn replace_data(&mut self, data: Vec<u8>) {
+        self.data = Bytes::from(data);
+    }
+
     fn take_frame(&mut self) -> Option<Frame<Bytes>> {
         // In parts, so that the deadline of an upload sees it move.
         let data = self.data.split_to(self.data.len().min(BUFFERED_FRAME_BYTES));

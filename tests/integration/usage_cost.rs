@@ -276,6 +276,33 @@ fn the_request_or_experience_says_what_is_reserved() {
     assert_eq!(["r0", "r1"].map(|rule| 100_000 - remaining(&response, rule)), [totals[0] + 17, totals[1] + 25]);
 }
 
+/// Streams of OpenAI state their usage only on request.
+#[test]
+fn include_usage_is_set_and_its_chunk_hidden() {
+    let server = ScriptServer::start("model_server.py", &[] as &[&str]);
+    let toml =
+        documented("llm-tokens.md", server.address).replace("[[routes]]", "[[routes]]\nset_include_usage = true");
+    let gateway = Gateway::start(&toml);
+    let (mut client, mut http2) = (gateway.client(), Http2Client::connect(gateway.http));
+    let body = |options| {
+        format!(
+            "{{\"model\":\"m\",\"stream\":true{options},\"messages\":[{{\"role\":\"user\",\"content\":\"one\"}}],\"max_tokens\":5}}"
+        )
+    };
+    let fields = [("Authorization", "Bearer a"), ("Content-Type", "application/json"), ("Accept-Encoding", "gzip")];
+    let path = "/v1/chat/completions";
+    let asked = client.request("POST", path, &fields, body(",\"stream_options\":{\"include_usage\":true}").as_bytes());
+    let asked = asked.expect(200).text();
+    let unasked = client.request("POST", path, &fields, body("").as_bytes()).expect(200).text();
+    let over_http2 = http2.request_path("POST", path, &fields, body("").as_bytes()).expect(200).text();
+    let states_usage = [&asked, &unasked, &over_http2].map(|stream| stream.contains("\"total_tokens\""));
+    assert_eq!(states_usage, [true, false, false], "{asked}\n{unasked}");
+    assert!(unasked == over_http2 && unasked.ends_with("data: [DONE]\n\n"), "{unasked}");
+    eventually_eq(|| gateway.metrics().sum("transom_usage_missing_total", &[]), 0);
+    let output = || gateway.metrics().sum("transom_usage_total", &[("rule", "tokens"), ("kind", "output")]);
+    eventually_eq(output, 15);
+}
+
 /// The answers of each client cost what the server has counted, to the token.
 #[test]
 fn the_guide_limits_llm_tokens() {

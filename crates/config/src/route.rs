@@ -286,6 +286,7 @@ impl RouteContext<'_> {
         let actions = ActionSettings::read(&mut table, report);
         let settings = RouteSettings::read(&mut table, report);
         let (name_item, cost_item) = (table.given("name"), table.given("cost"));
+        let include_usage_item = table.given("set_include_usage");
         let needs_upstream = !responds_directly(&table);
         let lacks_upstream = needs_upstream && table.lacks("upstream");
         if let (Some(item), false) = (table.given("upstream"), needs_upstream) {
@@ -305,6 +306,11 @@ impl RouteContext<'_> {
             if let Allowed::Client(name) = allowed {
                 self.clients.check(&name.text, &name.span, report);
             }
+        }
+        let reads_usage = |rule: &RuleId| self.rules.entries[*rule].value.rule.usage.is_some();
+        if let Some(item) = include_usage_item.filter(|_| !rules.iter().any(reads_usage)) {
+            let message = "`set_include_usage` has no effect: no rule of the route has a cost by `usage`";
+            report.missing(item.key_span, message, "add such a rule to `rules`, or remove it");
         }
         if let (Some(item), Some(cost)) = (cost_item, settings.cost) {
             self.check_cost(&item, cost, &rules, report);

@@ -8,7 +8,7 @@ use super::diagnostics::{Report, quoted, quoted_list};
 use super::limits::{MAX_BODY, MIN_RATE, RouteTimeouts, Timeouts};
 use super::path::{PathPattern, PatternKind, Segment};
 use super::response_body::{self, BODY, Body, CONTENT_TYPE};
-use super::settings::{Choice, Custom, Inline, Integer, Kind, Optional, Required, Shape, Text};
+use super::settings::{Boolean, Choice, Custom, Inline, Integer, Kind, Optional, Required, Shape, Text};
 use super::template::{Template, TemplatePart, Variable};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values;
@@ -53,6 +53,9 @@ settings! {
         max_body: Option<Option<u64>> = Optional(MAX_BODY);
         /// As at the [top level](#top-level), for this route.
         body_key_limit: Option<usize> = Optional(BODY_KEY_LIMIT);
+        /// Adds `stream_options.include_usage` to streaming requests of OpenAI that lack it, so that the stream states its usage. The
+        /// chunk that states it is hidden from clients that did not ask. The [body](#values-of-the-body) is read before the decision.
+        set_include_usage: bool = Boolean(false);
         /// As in [`[limits]`](#limits), for this route; `0` switches the limit off.
         min_request_rate: Option<u64> = Optional(MIN_RATE);
     }
@@ -164,6 +167,8 @@ pub struct Actions {
     pub max_body: Option<Option<u64>>,
     /// Replaces [`super::General::body_key_limit`].
     pub body_key_limit: Option<usize>,
+    /// Asks for the usage of streams.
+    pub set_include_usage: bool,
     /// Replaces [`super::limits::Limits::min_request_rate`].
     pub min_request_rate: Option<u64>,
 }
@@ -240,7 +245,9 @@ fn check_actions(_settings: &mut ActionSettings, table: &Table, report: &mut Rep
         }
     }
     let Some(response) = given(&RESPONSES).into_iter().next() else { return };
-    for item in [given(&PATH_ACTIONS), given(&["request_headers", "timeouts", "min_request_rate"])].concat() {
+    for item in [given(&PATH_ACTIONS), given(&["request_headers", "timeouts", "min_request_rate", "set_include_usage"])]
+        .concat()
+    {
         let message =
             format!("`{}` has no effect with `{}`, which forwards nothing to an upstream", item.key, response.key);
         report.missing(item.key_span, message, "remove one of the two");
@@ -294,6 +301,7 @@ impl ActionSettings {
             timeouts: self.timeouts.map(|own| own.over(context.timeouts)),
             max_body: self.max_body,
             body_key_limit: self.body_key_limit,
+            set_include_usage: self.set_include_usage,
             min_request_rate: self.min_request_rate,
         };
         (actions != Actions::default()).then(|| Box::new(actions))

@@ -163,17 +163,21 @@ impl CompiledConfig {
         let mut known: BTreeMap<_, RouteRulesId> = BTreeMap::new();
         let mut routes = IdVec::new();
         for route in &config.routes {
-            // Keys depend on the positions of path parameters, and a route may set its own cost.
-            let rules = *known.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
-                let rule_key = |rule: &RuleId| {
-                    let rule_key = RuleKey::new(&rule_set.rules[*rule], route, seed);
-                    let rule_key = rule_key.with_condition(config.rules[*rule].when.clone());
-                    let rule_key = rule_key.with_reserve(&config.rules[*rule], learnt[*rule].as_ref());
-                    rule_key.with_overrides(overrides[*rule].clone()).with_client_check(client_checks[*rule].clone())
-                };
-                let response_costs = |rules: &IdVec<_, _>| ResponseCosts::of(&config, rules, &learnt);
-                route_rules.push(RouteRules::new(&rule_set, &config, route, response_costs, rule_key))
-            });
+            // Keys depend on the positions of path parameters, and a route may set its own cost, or read streams.
+            let rules = *known
+                .entry((&route.rules, route.path.param_names(), route.cost, sets_include_usage(route)))
+                .or_insert_with(|| {
+                    let rule_key = |rule: &RuleId| {
+                        let rule_key = RuleKey::new(&rule_set.rules[*rule], route, seed);
+                        let rule_key = rule_key.with_condition(config.rules[*rule].when.clone());
+                        let rule_key = rule_key.with_reserve(&config.rules[*rule], learnt[*rule].as_ref());
+                        rule_key
+                            .with_overrides(overrides[*rule].clone())
+                            .with_client_check(client_checks[*rule].clone())
+                    };
+                    let response_costs = |rules: &IdVec<_, _>| ResponseCosts::of(&config, rules, &learnt);
+                    route_rules.push(RouteRules::new(&rule_set, &config, route, response_costs, rule_key))
+                });
             actions.extend(route.actions.as_ref().map(|own| RouteActions::new(own, route)));
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
             routes.push(CompiledRoute { rules, upstream: route.upstream, action });
@@ -309,6 +313,9 @@ impl RouteRules {
         let charge_plan = rule_set.charge_plan(route.rules.iter().copied());
         let mut response_costs = response_costs(charge_plan.rules());
         let mut pointers: Vec<_> = route.rules.iter().flat_map(|rule| body_pointers(&config.rules[*rule])).collect();
+        if sets_include_usage(route) {
+            pointers.extend(stream_members());
+        }
         if !pointers.is_empty() && response_costs.model_plan.take().is_some() {
             pointers.push(requested_model());
         }
@@ -320,6 +327,15 @@ impl RouteRules {
             charge_plan,
         }
     }
+}
+
+fn sets_include_usage(route: &Route) -> bool {
+    route.actions.as_ref().is_some_and(|actions| actions.set_include_usage)
+}
+
+/// Whether a request of OpenAI asks for a stream, and for the usage of the stream.
+pub fn stream_members() -> [JsonPointer; 2] {
+    ["/stream", "/stream_options/include_usage"].map(|text| JsonPointer::parse(text).unwrap_or_default())
 }
 
 /// The values of bodies that a rule depends on.
