@@ -98,6 +98,8 @@ pub struct DecisionOutcome {
     pub retry_at_ms: Option<u64>,
     /// In the order of the query and of the configuration. Rules that exempt the key have none.
     pub windows: Vec<WindowState>,
+    /// Whether the usage was read in the store; only after [`Operation::Value`].
+    pub is_from_store: bool,
     /// Whether all rules exempt the key.
     pub is_exempt: bool,
     /// Whether a rule refuses its key, because the key names no client. Nothing makes the query succeed then.
@@ -427,6 +429,7 @@ impl DecisionService {
             now_ms,
             retry_at_ms,
             windows: WindowState::of(verdicts),
+            is_from_store: false,
             is_exempt,
             has_unknown_key: false,
             denied_by: None,
@@ -447,6 +450,7 @@ impl DecisionService {
             now_ms,
             retry_at_ms: Some(now_ms),
             windows: Vec::new(),
+            is_from_store: false,
             is_exempt: rules.iter().all(|rule| rule.keyed_request.is_none()),
             has_unknown_key: false,
             denied_by: None,
@@ -465,8 +469,10 @@ impl DecisionService {
                 Operation::Reset => counters.reset(&key_query).await,
                 Operation::Limit | Operation::Check | Operation::Value => counters.value(&key_query).await,
             };
-            let KeyState { mut context, admits, .. } = state.map_err(|Unavailable| ApiError::StoreUnavailable)?;
+            let KeyState { mut context, admits, is_from_store } =
+                state.map_err(|Unavailable| ApiError::StoreUnavailable)?;
             outcome.allowed &= admits;
+            outcome.is_from_store = is_from_store;
             outcome.now_ms = outcome.now_ms.max(counters.clock.now().unix_ms);
             let retry_at_ms = match query.operation {
                 Operation::Reset => Some(outcome.now_ms),
@@ -857,6 +863,7 @@ mod tests {
             subjects: subjects.iter().map(|subject| (*subject).to_owned()).collect(),
             networks: networks.iter().map(|network| network.parse().unwrap()).collect(),
             limits: Vec::new(),
+            grants: Vec::new(),
         }
     }
 

@@ -93,6 +93,7 @@ const ORDERS: [(&str, &[&str]); 8] = [
             "burst_bound",
             "deferred_refunds",
             "delay",
+            "ending_limits",
             "leased_tokens",
             "memory_loom",
             "penalty",

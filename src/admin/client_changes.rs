@@ -227,7 +227,8 @@ pub fn insert_tag(response: &mut LocalResponse, client: &Client) {
 /// Tells versions of a client apart. Equal on all gateways.
 fn tag(client: &Client) -> String {
     let keys: Vec<String> = client.api_keys.iter().map(Digest::to_string).collect();
-    let version = json!([client.name, Settings::of(client).to_json(), keys, client.limits_json()]).to_string();
+    let mut version = json!([client.name, Settings::of(client).to_json(), keys, client.limits_json()]).to_string();
+    version.extend(client.grants.iter().map(|grant| grant.to_json().to_string()));
     let digest = Sha256::digest(version.as_bytes());
     let digits: String = digest.iter().take(12).map(|byte| format!("{byte:02x}")).collect();
     format!("\"{digits}\"")
@@ -297,6 +298,7 @@ impl Settings {
             // All can be parsed.
             networks: self.networks.iter().filter_map(|network| network.parse().ok()).collect(),
             limits: known.map(|client| client.limits.clone()).unwrap_or_default(),
+            grants: known.map(|client| client.grants.clone()).unwrap_or_default(),
         }
     }
 }

@@ -18,12 +18,12 @@ use super::audit_log::AuditEntry;
 use super::authorization::{self, Caller};
 use super::json_objects::{
     CLIENT_LIMITS, CLIENT_PATCH, CLIENT_SETTINGS, CLIENT_WITH_USAGE, CLIENTS, DECISION, DENY_ENTRIES, DENY_ENTRY,
-    EXPLANATION, GIVEN_KEY, LISTED_CLIENT, NEW_DENY_ENTRY, NEW_KEY, QUERY, QUESTION, TOP_LISTS, UPSTREAMS,
+    EXPLANATION, GIVEN_KEY, LISTED_CLIENT, NEW_DENY_ENTRY, NEW_GRANT, NEW_KEY, QUERY, QUESTION, TOP_LISTS, UPSTREAMS,
 };
 use super::json_schema::Schema;
 use super::{
-    AdminBody, AdminScope, AdminState, DecisionApi, HEAD_TIMEOUT, client_changes, client_limits, clients, dashboard,
-    decisions, deny, events, metrics_page, openapi, top_query, upstreams,
+    AdminBody, AdminScope, AdminState, DecisionApi, HEAD_TIMEOUT, client_changes, client_grants, client_limits,
+    clients, dashboard, decisions, deny, events, metrics_page, openapi, top_query, upstreams,
 };
 use crate::decision::Operation;
 use transom_config::listen::Role;
@@ -96,6 +96,8 @@ pub enum Content {
 pub enum Place {
     Query,
     Header,
+    /// A field that the request must have.
+    RequiredHeader,
 }
 
 impl Place {
@@ -103,7 +105,7 @@ impl Place {
     pub fn name(self) -> &'static str {
         match self {
             Place::Query => "query",
-            Place::Header => "header",
+            Place::Header | Place::RequiredHeader => "header",
         }
     }
 }
@@ -418,6 +420,26 @@ pub static ENDPOINTS: &[Endpoint] = &[
         summary: "Gives a client the windows of its plan again.",
         success: &[204],
         handle: |call| Box::pin(client_limits::delete(call)),
+        ..CHANGE_CLIENT
+    },
+    Endpoint {
+        verb: Verb::Post,
+        path: "/v1/clients/{name}/grants",
+        role: Some(Role::Operate),
+        summary: "Adds tokens once to the current window of a client in a rule.",
+        parameters: &[
+            CHANGE_CLIENT.parameters[0],
+            Parameter {
+                name: client_grants::IDEMPOTENCY_KEY,
+                place: Place::RequiredHeader,
+                schema: Schema::Text,
+                description: "Identifies the grant: a request with the same value adds nothing until the window has ended.",
+            },
+        ],
+        request: Some(&Schema::Object(&NEW_GRANT)),
+        success: &[200, 202],
+        response: &[Content::Json(&Schema::Object(&LISTED_CLIENT))],
+        handle: |call| Box::pin(client_grants::add(call)),
         ..CHANGE_CLIENT
     },
     Endpoint {

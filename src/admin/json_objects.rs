@@ -159,13 +159,15 @@ object! {
 }
 
 const LIMITS_OF_CLIENT: Schema = Schema::Object(&LIMITS_IN_RULE);
-const CLIENT: [Field; 6] = [
+const GRANT_OF_CLIENT: Schema = Schema::Object(&GRANT);
+const CLIENT: [Field; 7] = [
     required("name", Text),
     required("plan", Text),
     required("keys", TEXTS),
     required("subjects", TEXTS),
     required("networks", TEXTS),
     optional("limits", Map(&LIMITS_OF_CLIENT)),
+    optional("grants", List(&GRANT_OF_CLIENT)),
 ];
 
 /// Windows as in a rule: texts, or objects.
@@ -178,6 +180,9 @@ object! {
     }
 }
 
+/// A window is named by its period, or as in responses.
+const GRANTED: [Field; 3] = [required("rule", Text), required("window", Text), required("tokens", Integer)];
+
 object! {
     LIMITS_IN_RULE = "LimitsInRule" {
         required("windows", WRITTEN_WINDOWS), optional("until", OrNull(&Time)), WITHOUT_EFFECT,
@@ -185,7 +190,17 @@ object! {
 }
 
 object! {
-    LISTED_CLIENT = "ListedClient" { CLIENT[0], CLIENT[1], CLIENT[2], CLIENT[3], CLIENT[4], CLIENT[5], WITHOUT_EFFECT }
+    /// Tokens to add once to the current window.
+    NEW_GRANT is closed = "NewGrant" { GRANTED[0], GRANTED[1], GRANTED[2] }
+}
+
+object! {
+    /// Tokens that were added to the window that ends at `until`.
+    GRANT = "Grant" { GRANTED[0], GRANTED[1], GRANTED[2], required("until", Time) }
+}
+
+object! {
+    LISTED_CLIENT = "ListedClient" { CLIENT[0], CLIENT[1], CLIENT[2], CLIENT[3], CLIENT[4], CLIENT[5], CLIENT[6], WITHOUT_EFFECT }
 }
 
 object! {
@@ -234,7 +249,7 @@ object! {
 
 object! {
     CLIENT_WITH_USAGE = "ClientWithUsage" {
-        CLIENT[0], CLIENT[1], CLIENT[2], CLIENT[3], CLIENT[4], CLIENT[5],
+        CLIENT[0], CLIENT[1], CLIENT[2], CLIENT[3], CLIENT[4], CLIENT[5], CLIENT[6],
         required("rules", List(&Schema::Object(&CLIENT_RULE))),
         required("refused", OrNull(&List(&Schema::Object(&CLIENT_REFUSALS)))), WITHOUT_EFFECT,
     }

@@ -42,6 +42,7 @@ mod accepted;
 pub mod audit_log;
 mod authorization;
 pub mod client_changes;
+pub mod client_grants;
 pub mod client_limits;
 pub mod client_store;
 pub mod clients;

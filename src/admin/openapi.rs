@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
-use super::endpoints::{Content, ENDPOINTS, Endpoint};
+use super::endpoints::{Content, ENDPOINTS, Endpoint, Place};
 use super::json_objects::PROBLEM;
 use super::json_schema::Schema;
 
@@ -51,8 +51,8 @@ fn operation(row: &Endpoint, components: &mut BTreeMap<&'static str, Value>) -> 
     let mut parameters: Vec<Value> = of_path.collect();
     for parameter in row.parameters {
         parameters.push(json!({
-            "name": parameter.name, "in": parameter.place.name(), "required": false, "description": parameter.description,
-            "schema": parameter.schema.to_json(components),
+            "name": parameter.name, "in": parameter.place.name(), "required": matches!(parameter.place, Place::RequiredHeader),
+            "description": parameter.description, "schema": parameter.schema.to_json(components),
         }));
     }
     let words = row.path.split(['/', '.', '{', '}']).filter(|word| !word.is_empty());

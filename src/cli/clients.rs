@@ -14,11 +14,13 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Subcommand;
+use http::{HeaderName, Method};
+use serde_json::{Value, json};
 
 use self::clients_toml::Identifiers;
 use self::file_edit::EditError;
 use self::place::Place;
-use super::admin_client::AskedGateway;
+use super::admin_client::{AskedGateway, Question};
 use super::{Exit, Failure, exit_of, first_line};
 use crate::admin::client_changes;
 use transom_config::Config;
@@ -52,8 +54,29 @@ enum Action {
     Remove(Remove),
     /// List the clients; keys are shown as the beginning of their digests
     List(List),
+    /// Add tokens once to the current window of a client; the running gateway does it
+    Grant(Grant),
     /// Show a client, and how much of its limits it has used, as the running gateway knows
     Show(Show),
+}
+
+#[derive(clap::Args)]
+struct Grant {
+    name: String,
+    /// Rule that counts by client
+    #[arg(long)]
+    rule: String,
+    /// Period of the window, such as `hour`
+    #[arg(long, value_name = "PERIOD")]
+    window: String,
+    /// Tokens that the window has in addition, until it ends
+    #[arg(long)]
+    tokens: u32,
+    /// A grant that was made before with this key is not made again; by default a new one
+    #[arg(long, value_name = "KEY")]
+    idempotency_key: Option<String>,
+    #[command(flatten)]
+    gateway: AskedGateway,
 }
 
 #[derive(clap::Args)]
@@ -123,6 +146,7 @@ pub fn clients(arguments: &Arguments) -> Exit {
     let done = match &arguments.action {
         Action::Add(add) => self::add(&arguments.config, add),
         Action::Remove(remove) => self::remove(&arguments.config, remove),
+        Action::Grant(grant) => self::grant(&arguments.config, grant),
         Action::List(list) => list::list(&arguments.config, list),
         Action::Show(show) => show::show(&arguments.config, show),
     };
@@ -168,6 +192,20 @@ fn add(path: &Path, add: &Add) -> Result<(), Failure> {
         }
         Some(_) | None => {}
     }
+    Ok(())
+}
+
+fn grant(path: &Path, grant: &Grant) -> Result<(), Failure> {
+    let key = grant.idempotency_key.clone().map_or_else(generate_key, Ok)?;
+    let (target, field) =
+        (format!("{}/grants", place::target(&grant.name)), HeaderName::from_static("idempotency-key"));
+    let body = json!({ "rule": grant.rule, "window": grant.window, "tokens": grant.tokens });
+    let question = Question { method: Method::POST, target: &target, field: Some((field, &key)), body };
+    let granted = grant.gateway.find(path)?.ask(question)?;
+    let is_it = |made: &&Value| made["rule"] == grant.rule && made["tokens"] == grant.tokens;
+    let until = granted.body()["grants"].as_array().into_iter().flatten().rfind(is_it);
+    let until = until.and_then(|made| made["until"].as_str()).unwrap_or("the window ends");
+    print_err!("transom: client {} has {} more until {until}", quoted(&grant.name), grant.tokens);
     Ok(())
 }
 

@@ -33,7 +33,7 @@ def constrain(part, names):
         if part.get("x-request"):
             for name in properties.keys() & names.keys():
                 properties[name] = {"enum": names[name]}
-    if part.get("in") == "path" and part["name"] in names:
+    if part.get("in") in ("path", "header") and part["name"] in names:
         part["schema"] = {"type": "string", "enum": names[part["name"]]}
     for value in list(part.values()):
         constrain(value, names)

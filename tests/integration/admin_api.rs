@@ -69,6 +69,9 @@ fn a_role_includes_the_ones_before() {
             assert_eq!(response.field("www-authenticate"), Some("Bearer"), "{target}");
         }
     }
+    for (role, status) in [("read", 403), ("operate", 400)] {
+        send(&gateway, "POST", "/v1/clients/acme/grants", &token(role), "{}").expect(status).problem();
+    }
     // The pages stay open.
     for target in ["/", "/metrics", "/healthz", "/readyz", "/upstreams"] {
         send(&gateway, "GET", target, "", "").expect(200);
@@ -219,7 +222,7 @@ fn generated_requests_get_documented_responses() {
         "rule": ["r", "ip"], "key": ["192.0.2.7", "acme"], "id": [key.to_string()], "cost": [0, 1, 5, null],
         "url": ["http://localhost/a"], "network": ["203.0.113.0/24"], "networks": [["203.0.113.0/24"], []],
         "subjects": [["user-7"], []], "routes": [["all"], null], "for": ["1h", null], "until": [null],
-        "windows": [["50/day"], ["9/week", { "limit": 5, "period": "minute" }]],
+        "window": ["hour"], "tokens": [5, 0], "Idempotency-Key": ["a", "\"b\""], "windows": [["50/day"], ["9/week", { "limit": 5, "period": "minute" }]],
     });
     let folder = TempDir::new();
     let url = format!("http://{}", process.admin);

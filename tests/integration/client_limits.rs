@@ -55,7 +55,7 @@ fn limits(gateway: &Process) -> (Vec<u64>, u64) {
 }
 
 /// Sends requests at once until each connection is refused, and calls `meanwhile` when some are on their way.
-fn count_admitted(gateways: &[&Process], meanwhile: impl FnOnce()) -> usize {
+pub fn count_admitted(gateways: &[&Process], meanwhile: impl FnOnce()) -> usize {
     let send = |gateway: &Process| {
         let mut client = gateway.client();
         let mut refused = 0;

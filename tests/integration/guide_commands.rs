@@ -176,6 +176,11 @@ fn the_guide_to_selling_an_api_is_a_story_that_works() {
     let item = items(&changed, "ratelimit").into_iter().find(|item| item.name == "per-client-minute").unwrap();
     assert_eq!(item.get("r"), 39, "50 a minute, of which 10 were used before");
 
+    next(folder);
+    let item =
+        items(&get(&key("initech")).expect(200), "ratelimit").into_iter().find(|item| item.name == "per-client-day");
+    assert_eq!(item.unwrap().get("r"), 1498, "1500 today, of which 2 are used");
+
     get(&key("globex")).expect(200);
     next(folder);
     get(&key("globex")).expect(401);
@@ -193,7 +198,7 @@ fn the_guide_to_selling_an_api_is_a_story_that_works() {
         assert!(support.contains(expected), "{expected:?}: {support}");
     }
     let audit = next(folder);
-    assert_eq!(audit.lines().count(), 10, "{audit}");
+    assert_eq!(audit.lines().count(), 11, "{audit}");
     assert!(audit.lines().last().is_some_and(|line| line.contains("\"on-call\",\"deny\"")), "{audit}");
 }
 

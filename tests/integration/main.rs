@@ -28,6 +28,7 @@ mod check_redis;
 mod chromium;
 mod client_certs;
 mod client_changes;
+mod client_grants;
 mod client_keys;
 mod client_limits;
 mod clients;

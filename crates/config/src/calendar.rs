@@ -54,7 +54,7 @@ pub fn fill_calendars<'r>(rules: impl Iterator<Item = &'r mut Rule>) {
     for rule in rules {
         let plans = rule.plans.iter_mut().map(|plan| &mut plan.layers);
         let overrides = rule.overrides.iter_mut().map(|other| &mut other.layers);
-        let of_clients = rule.client_limits.iter_mut().map(|limits| &mut limits.layers);
+        let of_clients = rule.client_limits.iter_mut().map(|limits| &mut limits.plan.layers);
         for limit in std::iter::once(&mut rule.layers).chain(plans).chain(overrides).chain(of_clients).flatten() {
             if let Windows::Calendar(calendar) = &mut limit.windows
                 && calendar.ends.is_empty()

@@ -1,7 +1,7 @@
 //! Limits of single clients: windows of their own in some rules, perhaps until a time. They are in the clients file, or in the store,
 //! and come and go while the gateway runs; so they cannot change the kind or the name of a counter.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
 use serde_json::{Value, json};
@@ -10,6 +10,7 @@ use toml::de::DeValue;
 use super::Config;
 use super::access::read_until;
 use super::calendar::fill_calendars;
+use super::client_grants::ClientGrant;
 use super::clients::Client;
 use super::diagnostics::{Parsed, Problem, Report, Span, quoted};
 use super::named_file::read_text_alone;
@@ -17,6 +18,7 @@ use super::rule::{GatewayRule, smallest_capacity, unaffordable};
 use super::settings::{Custom, Section, Shape};
 use super::toml_reader::{Item, Table, nearest};
 use super::window::windows;
+use transom_limiter::handles::Handle;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Plan, Rule};
 use transom_limiter::secret_digest::Digest;
@@ -110,6 +112,11 @@ pub fn to_toml(value: &Value) -> String {
     }
 }
 
+/// A time, Unix milliseconds, in the form of RFC 3339.
+pub fn time_text(ms: u64) -> String {
+    jiff::Timestamp::from_millisecond(ms.cast_signed()).unwrap_or(jiff::Timestamp::MAX).to_string()
+}
+
 impl ClientLimits {
     /// Reads `{"windows": […], "until": …}`.
     ///
@@ -150,8 +157,7 @@ impl ClientLimits {
     }
 
     pub fn until_text(&self) -> Option<String> {
-        let time = self.until_ms.map(|ms| jiff::Timestamp::from_millisecond(ms.cast_signed()));
-        time.map(|time| time.unwrap_or(jiff::Timestamp::MAX).to_string())
+        self.until_ms.map(time_text)
     }
 
     pub fn has_ended(&self, now_ms: u64) -> bool {
@@ -250,11 +256,45 @@ impl LimitsText {
 }
 
 impl Client {
-    /// What distinguishes the limits of the client at a time from those of other clients; `None` if it has those of its plan.
+    /// What distinguishes the limits of the client at a time from those of other clients: its plan, its windows in some rules, and
+    /// its grants; `None` if it has those of its plan.
     pub fn limits_text(&self, now_ms: u64) -> Option<LimitsText> {
-        let current: Vec<String> =
+        let mut current: String =
             self.current_limits(now_ms).map(|limits| format!(" {}={}", limits.rule, limits.windows)).collect();
-        (!current.is_empty()).then(|| LimitsText::new(format!("{}{}", self.plan, current.concat())))
+        current.push_str(&self.grants_text(now_ms));
+        (!current.is_empty()).then(|| LimitsText::new(format!("{}{current}", self.plan)))
+    }
+
+    /// Whether the client has, or had, limits of its own.
+    pub fn has_own_limits(&self) -> bool {
+        !self.limits.is_empty() || !self.grants.is_empty()
+    }
+
+    /// When its limits change by themselves, Unix milliseconds.
+    pub fn limit_ends(&self) -> impl Iterator<Item = u64> {
+        let grants = self.grants.iter().map(ClientGrant::kept_until_ms);
+        self.limits.iter().filter_map(|limits| limits.until_ms).chain(grants)
+    }
+
+    /// The layers of the client in a rule at a time, without grants: those of its own, or those of its plan. `rules`: all.
+    ///
+    /// # Errors
+    ///
+    /// Why the rule cannot have its own ones, with a fix.
+    pub fn layers_without_grants<'r>(
+        &self,
+        now_ms: u64,
+        rule: &'r GatewayRule,
+        rules: impl Iterator<Item = &'r GatewayRule> + Clone,
+    ) -> Parsed<Vec<Limit>> {
+        match self.current_limits(now_ms).find(|limits| limits.rule == rule.name) {
+            Some(own) => own.check(rules).map(|()| own.layers_in(rule)),
+            None => Ok(self.layers_of_plan(rule)),
+        }
+    }
+
+    fn layers_of_plan(&self, rule: &GatewayRule) -> Vec<Limit> {
+        rule.fixed_variants().nth(rule.variant_of_plan(&self.plan).index()).unwrap_or_default().to_vec()
     }
 
     fn current_limits(&self, now_ms: u64) -> impl Iterator<Item = &ClientLimits> {
@@ -266,7 +306,7 @@ impl Config {
     /// [`Config::set_client_limits`] of the clients that the configuration has.
     pub fn set_limits_of_listed_clients(&mut self) -> Vec<String> {
         let listed = self.clients.iter().flat_map(|clients| &clients.list);
-        let limited: Vec<Client> = listed.filter(|client| !client.limits.is_empty()).cloned().collect();
+        let limited: Vec<Client> = listed.filter(|client| client.has_own_limits()).cloned().collect();
         self.set_client_limits(limited.iter())
     }
 
@@ -276,23 +316,23 @@ impl Config {
         self.rules.iter_mut().for_each(|rule| rule.rule.client_limits.clear());
         let (mut known, mut texts, mut added, mut problems) = (HashSet::new(), Vec::new(), Vec::new(), Vec::new());
         for client in clients {
-            let ends = client.limits.iter().filter_map(|limits| limits.until_ms);
-            for now_ms in std::iter::once(0).chain(ends) {
+            for now_ms in std::iter::once(0).chain(client.limit_ends()) {
                 let Some(text) = client.limits_text(now_ms).filter(|text| !known.contains(text)) else { continue };
-                for limits in client.current_limits(now_ms) {
+                let of_limits = client.current_limits(now_ms).map(|limits| &limits.rule);
+                let rules: BTreeSet<&String> =
+                    of_limits.chain(client.kept_grants(now_ms).map(|grant| &grant.rule)).collect();
+                for name in rules {
                     // Another gateway may have the rule.
-                    let Some(rule) = self.rules.position(|rule| rule.name == limits.rule) else { continue };
-                    match limits.check(self.rules.iter()) {
-                        Ok(()) => {
-                            let of_plan = self.rules[rule].variant_of_plan(&client.plan);
-                            let concurrent = self.rules[rule].concurrent_of(of_plan);
-                            let layers = limits.layers_in(&self.rules[rule]);
-                            added.push((rule, Plan { name: text.text.clone(), layers, concurrent }));
-                        }
-                        Err((message, _fix)) => {
-                            problems.push(format!("client {}, rule {}: {message}", client.name, limits.rule));
-                        }
-                    }
+                    let Some(id) = self.rules.position(|rule| rule.name == *name) else { continue };
+                    let rule = &self.rules[id];
+                    let layers = client.layers_without_grants(now_ms, rule, self.rules.iter());
+                    let layers = layers.unwrap_or_else(|(message, _fix)| {
+                        problems.push(format!("client {}, rule {name}: {message}", client.name));
+                        client.layers_of_plan(rule)
+                    });
+                    let concurrent = rule.concurrent_of(rule.variant_of_plan(&client.plan));
+                    let base = Plan { name: text.text.clone(), layers, concurrent };
+                    added.extend(client.with_grants(now_ms, rule, base, &mut problems).map(|limits| (id, limits)));
                 }
                 known.insert(text.clone());
                 texts.push(text);
@@ -317,7 +357,7 @@ impl Config {
         }
         let text = client.limits_text(now_ms)?;
         let mut of_rule = self.rules.iter().filter(|rule| rule.name == limits.rule);
-        if of_rule.any(|rule| rule.client_limits.iter().any(|known| known.name == text.text)) {
+        if of_rule.any(|rule| rule.client_limits.iter().any(|known| known.plan.name == text.text)) {
             return None;
         }
         Some(String::from(match self.clients.iter().any(|clients| clients.limit_texts.contains(&text)) {
@@ -332,8 +372,10 @@ impl Config {
         for (name, windows) in windows {
             let Some(rule) = self.rules.iter_mut().find(|rule| rule.name == *name) else { continue };
             rule.rule.client_limits.retain(|limits| {
-                let has_windows = limits.layers.iter().any(|limit| limit.windows == *windows);
-                left_out.extend(has_windows.then(|| (name.clone(), limits.name.clone())));
+                let Plan { name: text, layers, .. } = &limits.plan;
+                let has_windows = layers.iter().any(|limit| limit.windows == *windows);
+                // Those that follow others have no text.
+                left_out.extend((has_windows && !text.is_empty()).then(|| (name.clone(), text.clone())));
                 !has_windows
             });
         }

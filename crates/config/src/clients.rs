@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
+use super::client_grants::{ClientGrant, GrantSettings};
 use super::client_limits::{ClientLimits, LimitsText, WrittenLimits, limits};
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::key::{self, OnUnknownKey};
@@ -16,7 +17,7 @@ use super::listen::ClientCerts;
 use super::named_file::read_named_file;
 use super::redis::TABLE_FIX;
 use super::rule::CheckedRule;
-use super::settings::{Choice, Custom, Required, Restart, Section, Shape, Text, Texts, section_table};
+use super::settings::{Choice, Custom, Required, Restart, Section, Shape, Tables, Text, Texts, section_table};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::{
     Definitions, check_name, definition_fix, is_name, is_pattern, read_digest, read_fingerprint, read_network,
@@ -86,6 +87,9 @@ settings! {
         /// Windows of this client in single rules, `[clients.NAME.limits.RULE]`, instead of those of its plan: `windows` as in the
         /// rule and, if they end by themselves, `until`, an RFC 3339 time. See [below](#limits-of-one-client).
         limits: Vec<WrittenLimits> = limits();
+        /// Tokens added once to a window, which the gateway writes: `POST /v1/clients/NAME/grants`. A grant ends with its window, and
+        /// has no effect if the rule or the window is gone.
+        grants: Vec<GrantSettings> = Tables::<GrantSettings>::or("the grant", "the gateway writes `grants`: remove the line");
     }
 }
 
@@ -119,6 +123,8 @@ pub struct Client {
     pub networks: Vec<Network>,
     /// In ascending order of their rules, each once.
     pub limits: Vec<ClientLimits>,
+    /// In the order in which they were made.
+    pub grants: Vec<ClientGrant>,
 }
 
 impl Client {
@@ -152,6 +158,7 @@ impl Client {
             subjects: texts("subjects")?.into_iter().map(str::to_owned).collect(),
             networks: texts("networks")?.into_iter().map(network).collect::<Result<_, _>>()?,
             limits: limits.map(|(rule, limits)| ClientLimits::from_store(rule, limits)).collect(),
+            grants: ClientGrant::from_store(&client),
         })
     }
 
@@ -168,6 +175,7 @@ impl Client {
             subjects: Vec::new(),
             networks: Vec::new(),
             limits: limits.map(|(rule, limits)| ClientLimits::from_store(rule, limits)).collect(),
+            grants: ClientGrant::from_store(&client),
         }
     }
 }
@@ -181,6 +189,7 @@ impl Client {
         let limits = self.limits_json().unwrap_or_else(|| json!({}));
         json!({
             "plan": self.plan, "api_keys": digests, "subjects": self.subjects, "networks": networks, "limits": limits,
+            "grants": self.grants.iter().map(ClientGrant::to_json).collect::<Vec<_>>(),
         })
     }
 
@@ -452,12 +461,13 @@ impl ClientsFileReader<'_> {
         let subjects = settings.subjects.iter().filter_map(|text| self.read_subject(text, name, report)).collect();
         let networks = settings.networks.iter().filter_map(|text| self.read_network(text, name, report)).collect();
         let limits = settings.limits.into_iter().filter_map(|limits| self.check_limits(limits, report)).collect();
+        let grants = settings.grants.into_iter().filter_map(ClientGrant::from_settings).collect();
         let plan = settings.plan?;
         if self.plans.complete && !self.plans.names.contains(&plan.text.as_str()) {
             let fix = definition_fix(&plan.text, "rules.NAME.plans", &self.plans.names);
             report.problem(plan.span, format!("plan {} is not defined by any rule", quoted(&plan.text)), fix);
         }
-        Some(Client { name: name.to_owned(), plan: plan.text, api_keys, subjects, networks, limits })
+        Some(Client { name: name.to_owned(), plan: plan.text, api_keys, subjects, networks, limits, grants })
     }
 
     fn check_limits(&self, limits: WrittenLimits, report: &mut Report) -> Option<ClientLimits> {

@@ -23,6 +23,7 @@ pub mod body_condition;
 pub mod calendar;
 pub mod certificate;
 pub mod check;
+pub mod client_grants;
 pub mod client_limits;
 pub mod client_tls;
 pub mod clients;

@@ -406,6 +406,8 @@ pub enum ApiError {
     UnknownRule(String),
     /// No client has this name.
     UnknownClient(String),
+    /// The rule has no such window for the client.
+    UnknownWindow(String),
     /// The rule lists no key with this id.
     UnlistedKey {
         rule: String,

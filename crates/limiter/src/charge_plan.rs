@@ -51,6 +51,8 @@ pub struct ChargePlan {
     pub(super) may_delay: bool,
     counts_refused: bool,
     has_penalties: bool,
+    /// Whether any of the rules has limits of single clients that end with a window.
+    pub(super) has_ending_limits: bool,
     /// Whether every layer of every variant is plain and not sharded, and a refusal has no side effects. The compiler
     /// specializes such decisions.
     is_plain: bool,
@@ -103,6 +105,8 @@ impl RuleSet {
             may_delay: compiled().any(|compiled| compiled.rule.delays()),
             counts_refused: compiled().any(|compiled| compiled.rule.count_refused),
             has_penalties: compiled().any(|compiled| compiled.penalty.is_some()),
+            has_ending_limits: compiled()
+                .any(|compiled| compiled.rule.client_limits.iter().any(|limits| limits.until_ms.is_some())),
             counting_modes: compiled().map(CompiledRule::counting_mode).collect(),
             is_shared: compiled().any(|compiled| compiled.rule.sharing != Sharing::Local),
             is_plain: false,

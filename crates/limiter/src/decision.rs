@@ -50,9 +50,9 @@ impl ChargePlan {
         context.clear();
         let decision = match context.use_default_windows() {
             true if self.is_plain() => self.acquire_plain_layers(self.enforced_layers(), table, now, context),
-            true => self.acquire_layers(self.enforced(), table, now, context, true),
+            true => self.acquire_layers_of_any_kind(self.enforced(), table, now, context, true),
             false => {
-                let layers = self.layers_of_request(context);
+                let layers = self.layers_of_request(context, now.unix_ms);
                 let decision = self.acquire_layers(&layers, table, now, context, true);
                 context.scratch.layer_buffer = layers;
                 decision
@@ -65,7 +65,8 @@ impl ChargePlan {
     }
 
     /// The layers of a request that has other windows than the default, in the context's buffer.
-    pub(super) fn layers_of_request(&self, context: &mut DecisionContext) -> Vec<LayerRef> {
+    pub(super) fn layers_of_request(&self, context: &mut DecisionContext, now_ms: u64) -> Vec<LayerRef> {
+        self.end_limits(context, now_ms);
         let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
         layers.clear();
         for (position, keyed_request) in context.inputs.keyed_requests.enumerate() {
@@ -97,7 +98,6 @@ impl ChargePlan {
     }
 
     /// Charges the given layers, all or none, and appends them to the charges in the context.
-    #[inline]
     pub(super) fn acquire_layers<const W: usize>(
         &self,
         layers: &[LayerRef],
@@ -106,9 +106,17 @@ impl ChargePlan {
         context: &mut DecisionContext,
         may_wait: bool,
     ) -> Decision {
-        match self.is_plain() {
+        let first = (context.result.charges.len(), context.result.shard_receipts.len());
+        let decision = match self.is_plain() {
             true => self.acquire_plain_layers(self.compiled_layers(layers), table, now, context),
             false => self.acquire_layers_of_any_kind(layers, table, now, context, may_wait),
+        };
+        match self.undo_under_ended_limits(&decision, table, context, first) {
+            true => {
+                let layers = self.current_layers(layers, context);
+                self.acquire_layers(&layers, table, now, context, may_wait)
+            }
+            false => decision,
         }
     }
 
@@ -225,7 +233,7 @@ impl ChargePlan {
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
     ) -> bool {
-        let layers = self.layers_of_request(context);
+        let layers = self.layers_of_request(context, now.unix_ms);
         let all_fit = self.peek_until_current(table, now, context, |context, now_ms| match self.is_shared {
             true => self.add_charges_for_peek(&layers, table, now_ms, context),
             false => context.add_charges(self.rule_set(), self.compiled_layers(&layers), now_ms, 0, |_charge| ()),

@@ -135,7 +135,8 @@ impl ChargePlan {
         context: &mut DecisionContext,
     ) -> Decision {
         context.clear();
-        self.acquire_layers(layers, table, now, context, true)
+        let layers = self.layers_at(layers, context, now.unix_ms);
+        self.acquire_layers(&layers, table, now, context, true)
     }
 
     /// The longest delay of any rule of the plan.

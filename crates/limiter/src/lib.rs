@@ -100,6 +100,7 @@ pub mod decision_context;
 pub mod decision_time;
 pub mod deferred_refunds;
 pub mod delay;
+pub mod ending_limits;
 pub mod handles;
 pub mod identity;
 pub mod ip_prefix;

@@ -28,7 +28,7 @@ pub struct Rule {
     pub overrides: Vec<Override>,
     /// Other windows for single clients, under texts that identify them. They change while the counters are in use, so neither
     /// the kind nor the name of a counter depends on them.
-    pub client_limits: Vec<Plan>,
+    pub client_limits: Vec<ClientLimits>,
     /// Requests that the rule does not count.
     pub exemptions: Exemptions,
     /// Tokens that a request takes.
@@ -81,6 +81,16 @@ pub struct Plan {
     pub layers: Vec<Limit>,
     /// As in the rule.
     pub concurrent: Option<u32>,
+}
+
+/// The windows of a rule for single clients.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ClientLimits {
+    /// The text that identifies the limits, and the windows.
+    pub plan: Plan,
+    /// When the limits end, Unix milliseconds: the next ones in [`Rule::client_limits`] apply to windows that begin then or later.
+    /// `None`: a change of the client's plan ends them.
+    pub until_ms: Option<u64>,
 }
 
 /// The windows of a rule for one key.
@@ -234,8 +244,19 @@ impl Rule {
 
     /// The limits of single clients, with their variants.
     pub fn client_variants(&self) -> impl Iterator<Item = (VariantId, &Plan)> {
-        let first = 1 + self.plans.len() + self.overrides.len();
-        self.client_limits.iter().enumerate().map(move |(position, limits)| (VariantId::at(first + position), limits))
+        let first = self.first_client_variant();
+        let limits = self.client_limits.iter().enumerate();
+        limits.map(move |(position, limits)| (VariantId::at(first + position), &limits.plan))
+    }
+
+    fn first_client_variant(&self) -> usize {
+        1 + self.plans.len() + self.overrides.len()
+    }
+
+    /// When the limits of a variant end, and the variant that follows.
+    pub fn end_of(&self, variant: VariantId) -> Option<(u64, VariantId)> {
+        let limits = self.client_limits.get(variant.index().checked_sub(self.first_client_variant())?)?;
+        Some((limits.until_ms?, VariantId::at(variant.index() + 1)))
     }
 
     /// The variant for the clients of a plan; the default if the rule has none.
@@ -252,7 +273,7 @@ impl Rule {
 
     /// The default layers, then those of each plan, then those of each override, then those of single clients.
     pub fn variants(&self) -> impl Iterator<Item = &[Limit]> {
-        self.fixed_variants().chain(self.client_limits.iter().map(|limits| limits.layers.as_slice()))
+        self.fixed_variants().chain(self.client_limits.iter().map(|limits| limits.plan.layers.as_slice()))
     }
 
     /// [`Rule::variants`] without those of single clients.
@@ -271,7 +292,7 @@ impl Rule {
     pub fn concurrent_variants(&self) -> impl Iterator<Item = Option<u32>> {
         let plans = self.plans.iter().map(|plan| plan.concurrent);
         let overrides = self.overrides.iter().map(|other| other.concurrent);
-        let of_clients = self.client_limits.iter().map(|limits| limits.concurrent);
+        let of_clients = self.client_limits.iter().map(|limits| limits.plan.concurrent);
         std::iter::once(self.concurrent).chain(plans).chain(overrides).chain(of_clients)
     }
 
@@ -308,10 +329,7 @@ impl Rule {
     /// the same windows share counters, and have the same kind and number: that of the fixed variants.
     pub fn counter_kind(&self, limit: &Limit) -> (WindowKind, u32) {
         let sharing = || self.fixed_variants().flatten().filter(|other| other.windows == limit.windows);
-        // Delayed requests and reservations take tokens of later windows, and so does the cost that a response states.
-        let carries_debt = self.has_response_cost() || self.delays() || self.reserves();
-        let rolls_over = sharing().any(|other| other.capacity.is_some());
-        let kind = WindowKind::of(&limit.windows, carries_debt || rolls_over);
+        let kind = WindowKind::of(&limit.windows, self.has_dependent_windows(limit));
         let shards = sharing().map(|other| other.shards).max().unwrap_or(1).max(1);
         let shards = match kind {
             WindowKind::Plain => shards,
@@ -327,6 +345,13 @@ impl Rule {
             WindowKind::Accumulating | WindowKind::Floating | WindowKind::Sliding | WindowKind::Leased => 1,
         };
         (kind, shards)
+    }
+
+    /// Whether tokens of one window of a layer can be used in another.
+    pub fn has_dependent_windows(&self, limit: &Limit) -> bool {
+        let rolls_over = |other: &Limit| other.windows == limit.windows && other.capacity.is_some();
+        // Delayed requests and reservations take tokens of later windows, and so does the cost that a response states.
+        self.has_response_cost() || self.delays() || self.reserves() || self.fixed_variants().flatten().any(rolls_over)
     }
 
     /// Whether the response states the cost of a request.

@@ -65,9 +65,9 @@ impl ChargePlan {
 
     /// The enforced layers of a request, in the order of charging. They are in the context's buffer, to be returned by
     /// [`DecisionContext::return_layer_buffer`].
-    pub fn enforced_layers_of(&self, context: &mut DecisionContext) -> Vec<LayerRef> {
+    pub fn enforced_layers_of(&self, context: &mut DecisionContext, now_ms: u64) -> Vec<LayerRef> {
         if !context.use_default_windows() {
-            return self.layers_of_request(context);
+            return self.layers_of_request(context, now_ms);
         }
         let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
         layers.clear();

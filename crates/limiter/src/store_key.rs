@@ -143,7 +143,7 @@ impl WindowSegments {
             (limit.windows.clone(), segment)
         };
         let mut segments: Vec<(Windows, String)> = all.iter().map(segment).collect();
-        for Limit { windows, .. } in rule.client_limits.iter().flat_map(|limits| &limits.layers) {
+        for Limit { windows, .. } in rule.client_limits.iter().flat_map(|limits| &limits.plan.layers) {
             if segments.iter().all(|(known, _)| known != windows) {
                 let mut segment = String::from(":~");
                 percent_encode(windows.text().as_bytes(), &mut segment);
@@ -221,7 +221,7 @@ mod tests {
 
     use super::*;
     use crate::key::{KeyPart, OnMissing};
-    use crate::rule::{KeyFormat, Plan};
+    use crate::rule::{ClientLimits, KeyFormat, Plan};
     use crate::window::{Calendar, END_MAX_MS};
 
     const MINUTE_MS: u64 = 60_000;
@@ -242,8 +242,8 @@ mod tests {
     #[test]
     fn windows_of_single_clients_do_not_rename_others() {
         let mut rule = Rule::new("r", Vec::new(), OnMissing::Skip, vec![limit("100/hour")]);
-        rule.client_limits =
-            vec![Plan { name: String::new(), layers: vec![limit("9/60m"), limit("5/minute")], concurrent: None }];
+        let plan = Plan { name: String::new(), layers: vec![limit("9/60m"), limit("5/minute")], concurrent: None };
+        rule.client_limits = vec![ClientLimits { plan, until_ms: None }];
         let segments = WindowSegments::of(&rule);
         assert_eq!(segments.segment(&limit("1/hour").windows), "");
         assert_eq!(segments.segment(&limit("1/minute").windows), ":~60000ms");

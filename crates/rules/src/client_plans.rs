@@ -19,6 +19,7 @@ use smallvec::SmallVec;
 use super::PlanId;
 use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::sharded_table::ShardedTable;
+use transom_config::client_grants::ClientGrant;
 use transom_config::client_limits::{LimitsId, LimitsText};
 use transom_config::clients::{Client, Clients};
 use transom_config::key::OnUnknownKey;
@@ -229,6 +230,9 @@ pub fn describe_client(clients: &Clients, client: &Client, digest: impl Fn(&Dige
     if let Some(limits) = client.limits_json() {
         described["limits"] = limits;
     }
+    if !client.grants.is_empty() {
+        described["grants"] = client.grants.iter().map(ClientGrant::shown).collect();
+    }
     described
 }
 
@@ -401,7 +405,7 @@ impl ClientPlans {
     /// Puts the limits in effect that clients have at a time.
     pub fn apply_limits(&mut self, now_ms: u64) {
         self.limits.at_ms = now_ms;
-        let ends = self.limited_clients().flat_map(|client| client.limits.iter().filter_map(|limits| limits.until_ms));
+        let ends = self.limited_clients().flat_map(|client| client.limit_ends());
         self.limits.next_end_ms = ends.filter(|end_ms| *end_ms > now_ms).min();
         let has_changed = |client: &&Arc<KnownClient>| {
             client.limits_text(now_ms).map(|limits| limits.id) != client.limits_history.first().copied()
@@ -446,7 +450,7 @@ impl ClientPlans {
             let limits_history = self.limits.history(&client, former.as_deref());
             self.next_number = self.next_number.max(number + 1);
             let client = Arc::new(KnownClient { client, plan_id, limits_history, number });
-            if !client.limits.is_empty() {
+            if client.has_own_limits() {
                 self.note_limits(&client);
             }
             if let (Some(networked), true) = (&mut networked, has_networks(&client)) {
@@ -462,7 +466,7 @@ impl ClientPlans {
     fn note_limits(&mut self, client: &Arc<KnownClient>) {
         let (limits, sources) = (&mut self.limits, &self.sources);
         limits.is_ahead |= limits.are_current_rules_behind(client);
-        let ends = client.limits.iter().filter_map(|limits| limits.until_ms).filter(|end_ms| *end_ms > limits.at_ms);
+        let ends = client.limit_ends().filter(|end_ms| *end_ms > limits.at_ms);
         limits.next_end_ms = ends.chain(limits.next_end_ms).min();
         limits.by_name.insert(Arc::clone(client), |client| sources.hash_of_name(client));
     }
@@ -525,7 +529,7 @@ impl ClientPlans {
     fn remove(&mut self, client: &Arc<KnownClient>) {
         let hash = self.sources.hash_of_name(client);
         self.by_name.remove(hash, |known| Arc::ptr_eq(known, client));
-        if !client.limits.is_empty() {
+        if client.has_own_limits() {
             self.limits.by_name.remove(hash, |known| Arc::ptr_eq(known, client));
         }
         let keys = client.api_keys.iter().map(|key| Identifier::ApiKey(*key));
@@ -1148,7 +1152,7 @@ mod tests {
              [clients.acme.limits.r]\nwindows = [\"50/hour\"]\nuntil = 1970-01-01T00:00:02Z\n\
              [clients.acme.limits.s]\nwindows = [{ limit = 60, period = \"hour\" }]\nuntil = 1970-01-01T00:00:01Z\n",
         );
-        assert_eq!(config.rules[RuleId::at(0)].client_limits[0].concurrent, Some(7), "that of the plan");
+        assert_eq!(config.rules[RuleId::at(0)].client_limits[0].plan.concurrent, Some(7), "that of the plan");
         let mut plans = CompiledConfig::client_plans(&config).unwrap();
         for (now_ms, expected, next) in [
             (0, [50, 60], Some(1000)),
@@ -1245,6 +1249,7 @@ mod tests {
                 subjects: some(4).into_iter().map(|subject| format!("s{subject}")).collect(),
                 networks: some(3).into_iter().map(|n| format!("192.0.2.{n}").parse().unwrap()).collect(),
                 limits: Vec::new(),
+                grants: Vec::new(),
             };
             let client = (round % 3 != 0).then_some(client);
             plans.change([(name.as_str(), client.clone())].into_iter());
@@ -1272,6 +1277,7 @@ mod tests {
                     subjects: vec![],
                     networks: vec![],
                     limits: vec![],
+                    grants: vec![],
                 };
                 let is_taken = list.values().any(|client| client.api_keys.contains(&new.api_keys[0]));
                 assert_eq!(plans.conflict(&new).is_some(), is_taken);

@@ -843,6 +843,7 @@ pub mod tests {
                 subjects: Vec::new(),
                 networks: Vec::new(),
                 limits: Vec::new(),
+                grants: Vec::new(),
             }],
             limit_texts: Vec::new(),
         };

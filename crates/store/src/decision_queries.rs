@@ -209,8 +209,9 @@ impl SharedCounters {
     async fn read_usage(self: &Rc<Self>, query: &KeyQuery<'_>) -> (Box<SharedDecision>, Vec<Refund>) {
         let KeyQuery { charge_plan, .. } = query;
         let mut pending = self.new_decision(query);
-        let layers: Vec<LayerRef> = charge_plan.enforced_layers_of(&mut pending.context);
-        charge_plan.add_prepared_charges(&layers, &self.table, self.clock.now().unix_ms, &mut pending.context);
+        let now_ms = self.clock.now().unix_ms;
+        let layers: Vec<LayerRef> = charge_plan.enforced_layers_of(&mut pending.context, now_ms);
+        charge_plan.add_prepared_charges(&layers, &self.table, now_ms, &mut pending.context);
         let charges = pending.context.result.charges.iter_mut();
         // Nothing is requested, so nothing is refused: neither during a penalty, nor where a limit was lowered.
         let read_only = |charge: &mut LayerCharge| {

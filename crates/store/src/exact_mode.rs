@@ -431,6 +431,11 @@ impl SharedDecision {
             self.return_grants(&sent, &replies, refunds);
             return SendResult::Refused;
         }
+        // The store has charged windows in which other limits apply.
+        if !refused && charge_plan.ends_limits(&mut self.context, first) {
+            self.return_grants(&sent, &replies, refunds);
+            return SendResult::OtherWindow;
+        }
         if refused {
             let unasked = sent.get(replies.len()).map_or(self.context.result.charges.len(), |sent| sent.charge);
             self.set_usage_of_unasked(charge_plan, unasked);

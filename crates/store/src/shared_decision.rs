@@ -157,6 +157,14 @@ impl DecisionProgress {
         }
     }
 
+    /// The enforced layers of the request at a time, or those that are charged again.
+    fn layers(&self, charge_plan: &ChargePlan, context: &mut DecisionContext, now_ms: u64) -> Vec<LayerRef> {
+        match &self.recharged {
+            Some(layers) => charge_plan.layers_at(layers, context, now_ms),
+            None => charge_plan.enforced_layers_of(context, now_ms),
+        }
+    }
+
     /// Sets how each rule is counted in the next step.
     fn set_counting_modes(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) {
         charge_plan.set_counting_modes(|position| self.without_store[position], &mut context.sharing.counting_modes);
@@ -268,8 +276,10 @@ impl SharedCounters {
     ) -> NextStep {
         loop {
             let shadow = progress.group.checked_sub(1).map(|nth| charge_plan.shadow_rules().get(nth).copied());
+            let clock = || self.clock.now().unix_ms;
+            let now = DecisionTime::read(&clock);
             let layers = match shadow {
-                None => progress.recharged.clone().unwrap_or_else(|| charge_plan.enforced_layers_of(context)),
+                None => progress.layers(charge_plan, context, now.unix_ms),
                 Some(_) if progress.recharged.is_some() => {
                     return NextStep::Done(progress.decision.take().unwrap_or(Decision::Refused));
                 }
@@ -286,9 +296,7 @@ impl SharedCounters {
             }
             let first = context.result.charges.len();
             context.sharing.first_shard_receipt = context.result.shard_receipts.len();
-            let clock = || self.clock.now().unix_ms;
-            let step =
-                charge_plan.decide_locally(&layers, &self.table, DecisionTime::read(&clock), context, shadow.is_none());
+            let step = charge_plan.decide_locally(&layers, &self.table, now, context, shadow.is_none());
             let decision = match step {
                 LocalDecision::MissingTokens => {
                     context.return_layer_buffer(layers);
@@ -412,9 +420,9 @@ impl SharedDecision {
             self.count_refusal_here(charge_plan, first);
             return Some(NextStep::Done(Decision::Refused));
         }
-        let layers =
-            self.progress.recharged.clone().unwrap_or_else(|| charge_plan.enforced_layers_of(&mut self.context));
-        self.context.result.decided_ms = self.shared.clock.now().unix_ms;
+        let now_ms = self.shared.clock.now().unix_ms;
+        let layers = self.progress.layers(charge_plan, &mut self.context, now_ms);
+        self.context.result.decided_ms = now_ms;
         Some(NextStep::Reserve { first, layers })
     }
 

@@ -207,7 +207,11 @@ impl SharedCounters {
             return;
         }
         self.metrics.fetched(reply.granted);
-        let excess = self.excess_tokens(fetch, usage).min(granted);
+        // Tokens of a window that has other limits were fetched under the limits of the one before.
+        let excess = match fetch.rule_set.begins_after_limits(fetch.layer, fetch.keyed_request.variant, reply.end_ms) {
+            true => granted,
+            false => self.excess_tokens(fetch, usage).min(granted),
+        };
         if excess > 0 {
             self.forget_returned_tokens(fetch.counter, &refund_target, excess);
             self.refund_later(vec![refund_target.refund(excess.into())]);
@@ -499,7 +503,8 @@ impl SharedCounters {
         if !charge_plan.counts_refused() && !charge_plan.has_penalties() {
             return;
         }
-        let layers = charge_plan.enforced_layers_of(context);
+        let now_ms = self.clock.now().unix_ms;
+        let layers = charge_plan.enforced_layers_of(context, now_ms);
         let is_not_sent = |layer_ref: &&LayerRef| {
             let compiled_rule = charge_plan.rule_of(**layer_ref);
             (compiled_rule.rule.count_refused || compiled_rule.penalty.is_some())
@@ -509,7 +514,6 @@ impl SharedCounters {
         };
         let not_sent: Vec<LayerRef> = layers.iter().filter(is_not_sent).copied().collect();
         context.return_layer_buffer(layers);
-        let now_ms = self.clock.now().unix_ms;
         let first = charge_plan.add_prepared_charges(&not_sent, &self.table, now_ms, context);
         for charge in &mut context.result.charges[first..] {
             let layer_ref = charge.layer;

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use toml_edit::{Array, DocumentMut, Item, Table, TableLike, TomlError, Value};
+use transom_config::client_grants::ClientGrant;
 use transom_config::client_limits::{ClientLimits, to_toml};
 use transom_config::clients::Client;
 
@@ -93,6 +94,7 @@ impl ClientsDocument {
         self.remove_identifiers(name, &had.without(&has));
         self.add(name, Some(&after.plan), &has.without(&had));
         self.replace_limits(name, before.map_or(&[], |client| &client.limits), &after.limits);
+        self.replace_grants(name, before.map_or(&[], |client| &client.grants), &after.grants);
         if has.is_empty()
             && let Some(client) = self.client(name)
             && !client.contains_key("api_keys")
@@ -127,6 +129,16 @@ impl ClientsDocument {
         }
         if tables.is_empty() {
             client.remove("limits");
+        }
+    }
+
+    /// Replaces the grants of a client, a line each, if they differ.
+    fn replace_grants(&mut self, name: &str, had: &[ClientGrant], has: &[ClientGrant]) {
+        let Some(client) = self.client(name).filter(|_| had != has) else { return };
+        let lines: String = has.iter().map(|grant| format!("\n    {},", to_toml(&grant.to_json()))).collect();
+        match format!("[{lines}\n]").parse::<Value>() {
+            Ok(grants) if !has.is_empty() => drop(client.insert("grants", Item::Value(grants))),
+            _ => drop(client.remove("grants")),
         }
     }
 
@@ -277,6 +289,7 @@ fn text_behind(array: &mut Array) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use transom_limiter::secret_digest::Digest;
 
     const FILE: &str = "\
 # Who is on which plan.
@@ -381,7 +394,7 @@ networks = [ \"192.0.2.1/32\", \"10.0.0.0/8\" ]
     }
 
     #[test]
-    fn limits_are_tables_of_the_client() {
+    fn limits_are_tables_of_the_client_and_grants_are_a_list() {
         let with = |limits: serde_json::Value| {
             let client = serde_json::json!({ "plan": "gold", "limits": limits }).to_string();
             Client::from_json("acme", &client).unwrap()
@@ -401,6 +414,19 @@ networks = [ \"192.0.2.1/32\", \"10.0.0.0/8\" ]
             document.replace("acme", Some(&without), Some(&with));
         });
         assert!(inline.contains("limits = { r = { windows = [\"5000/day\""), "{inline}");
+        let digest = Digest::of(b"key").to_string();
+        let grant = serde_json::json!({
+            "rule": "r", "window": "day", "tokens": 5, "until": "2030-01-31T00:00:00Z", "idempotency_key": digest,
+        });
+        let client = serde_json::json!({ "plan": "gold", "grants": [grant] }).to_string();
+        let granted = Client::from_json("acme", &client).unwrap();
+        assert_eq!(granted.to_json()["grants"], serde_json::json!([grant]));
+        let set = edited(FILE, |document| document.replace("acme", Some(&bare(&without)), Some(&granted)));
+        let line = format!(
+            "    {{ idempotency_key = \"{digest}\", rule = \"r\", tokens = 5, until = \"2030-01-31T00:00:00Z\", window = \"day\" }},\n"
+        );
+        assert!(set.contains(&format!("grants = [\n{line}]\n")), "{set}");
+        assert_eq!(edited(&set, |document| document.replace("acme", Some(&granted), Some(&without))), FILE);
     }
 
     #[test]

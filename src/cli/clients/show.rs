@@ -79,6 +79,10 @@ fn text(client: &Value) -> String {
         let without = limits["without_effect"].as_str().map_or(String::new(), |why| format!(" (not in effect: {why})"));
         let _ = writeln!(text, "limits:   {} in rule `{rule}`{until}{without}", windows_text(&limits["windows"]));
     }
+    for grant in list(&client["grants"]) {
+        let (window, rule, until) = (word(&grant["window"]), word(&grant["rule"]), word(&grant["until"]));
+        let _ = writeln!(text, "granted:  {} per {window} in rule `{rule}`, until {until}", grant["tokens"]);
+    }
     for rule in list(&client["rules"]) {
         let key = list(&rule["key"]).iter().map(word).collect::<Vec<_>>().join(", ");
         let note = match (rule["exempt"] == true, &rule["windows"]) {

@@ -3,7 +3,7 @@
 //!
 //! `exact`: a gateway with a large table equals the reference. `bounds`: bounds that no table, clock or order of events
 //! exceeds. `timelines`: behaviour known from other limiters. `delay`: delayed requests and counted refusals.
-//! `late_threads`: threads whose clock is behind. `changes`: limits that change. `penalty`: lock-outs. `sharded_accounts`:
+//! `late_threads`: threads whose clock is behind. `ending_limits`: limits that end with a window. `changes`: limits that change. `penalty`: lock-outs. `sharded_accounts`:
 //! shards whose tokens roll over or are reserved. `shared`: counters that several gateways share. `extremes`: extreme
 //! numbers. `slots`: requests in flight. `compiled`: names and positions in a rule set. `identity`: the texts by which counters are
 //! found.
@@ -12,6 +12,7 @@ mod bounds;
 mod changes;
 mod compiled;
 mod delay;
+mod ending_limits;
 mod exact;
 mod extremes;
 mod identity;

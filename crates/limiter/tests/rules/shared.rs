@@ -49,7 +49,7 @@ fn set_inputs(gateway: &mut Gateway<8>, cost: u32, is_outage: bool) {
 fn decide(gateway: &mut Gateway<8>, cost: u32, is_outage: bool) -> Option<Expected> {
     set_inputs(gateway, cost, is_outage);
     let Gateway { charge_plan, table, context } = gateway;
-    let (layers, clock) = (charge_plan.enforced_layers_of(context), || NOW_MS);
+    let (layers, clock) = (charge_plan.enforced_layers_of(context, NOW_MS), || NOW_MS);
     match charge_plan.decide_locally(&layers, table, DecisionTime::read(&clock), context, true) {
         LocalDecision::Decided(decision) => Some(outcome(&decision)),
         LocalDecision::MissingTokens => None,
@@ -81,7 +81,7 @@ fn a_request_has_the_layers_of_its_plan() {
         let keyed_request = gateway.keyed_request(0, client, 1);
         gateway.context.inputs.keyed_requests = vec![Some(keyed_request), None].into();
         let Gateway { charge_plan, context, .. } = &mut gateway;
-        assert_eq!(positions(charge_plan.enforced_layers_of(context)), [(0, client as usize)]);
+        assert_eq!(positions(charge_plan.enforced_layers_of(context, NOW_MS)), [(0, client as usize)]);
         assert_eq!(positions(charge_plan.layers_of_rule(PlanPosition::at(1), VariantId::DEFAULT)), [(1, 0)]);
     }
 }

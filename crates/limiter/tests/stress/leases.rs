@@ -181,7 +181,7 @@ fn no_more_than_the_own_limit_is_spent_of_a_greater_lease() {
         context.clear();
         context.inputs.keyed_requests = vec![Some(request(round))].into();
         charge_plan.set_counting_modes(|_rule| false, &mut context.sharing.counting_modes);
-        let layers = charge_plan.enforced_layers_of(context);
+        let layers = charge_plan.enforced_layers_of(context, START_MS);
         let now = DecisionTime::read(&|| START_MS);
         let decided = charge_plan.decide_locally(&layers, &table, now, context, false);
         context.return_layer_buffer(layers);
