@@ -1,7 +1,7 @@
 //! What requests have cost lately, by model: the 95th percentile is a good reserve.
 //!
 //! Costs are counted in buckets whose width is at most an eighth of the cost. Counts are halved from time to time, so that old costs
-//! fade. State is bounded: [`MODELS_MAX`] models of one rule, and one histogram for all further ones.
+//! fade. State is bounded: `MODELS_MAX` models of one rule, and one histogram for all further ones.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
