@@ -15,13 +15,14 @@ use super::json_schema::parse_object;
 use super::{AdminBody, decisions};
 use crate::decision::{DecisionQuery, Operation, QueryKey, RuleQuery};
 use transom_config::client_grants::{ClientGrant, check_window, find_window};
-use transom_config::clients::Client;
+use transom_config::clients::{Client, ClientsSource};
 use transom_config::key_kind::CLIENT;
 use transom_config::rule::GatewayRule;
 use transom_http::error::ApiError;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Sharing;
 use transom_limiter::secret_digest::Digest;
+use transom_limiter::window::Windows;
 
 pub const IDEMPOTENCY_KEY: &str = "Idempotency-Key";
 const KEY_MAX_BYTES: usize = 255;
@@ -37,7 +38,7 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let name = call.path_value(0).to_owned();
     let decision_api = call.decision_api()?;
     let served = &decision_api.served;
-    served.config.clients.as_ref().ok_or(ApiError::NoClients)?;
+    let clients = served.config.clients.as_ref().ok_or(ApiError::NoClients)?;
     let rules = served.config.rules.iter();
     let configured = rules.clone().find(|known| known.name == rule);
     let configured = configured.ok_or_else(|| ApiError::UnknownRule(rule.clone()))?;
@@ -48,6 +49,14 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let position = find_window(configured, &layers, &window);
     let limit = &layers[position.ok_or(ApiError::UnknownWindow(window))?];
     check_rule(configured, limit, &name, tokens)?;
+    if configured.sharing == Sharing::Local
+        && matches!(limit.windows, Windows::FirstRequest { .. })
+        && clients.source == ClientsSource::Shared
+    {
+        let reason =
+            "each gateway has another window, by the first request: share the rule, or use windows without `start`";
+        return Err(ApiError::Malformed(reason.to_owned()));
+    }
     let now_ms = call.state.clock.now().unix_ms;
     let grant = |until_ms| ClientGrant {
         rule: rule.clone(),
@@ -56,17 +65,22 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
         until_ms,
         idempotency_key,
     };
-    if let Some(made) = made_before(&client, &grant(0), now_ms) {
+    // The end of the window is not known yet.
+    if let Some(made) = made_before(&client, &grant(u64::MAX), now_ms) {
         made?;
         let changed = Changed { before: None, after: Some(client) };
         return Ok(with_body(changed_client(&call, &changed).await?));
     }
     let until_ms = window_end_ms(&call, configured, &configured.layer_name(&layers, limit)).await?;
-    let (grant, total_max) = (grant(until_ms), u32::MAX - limit.tokens);
+    let (grant, total_max, clock) = (grant(until_ms), u32::MAX - limit.tokens, call.state.clock.clone());
     let edit: Edit = Box::new(move |known| {
         let mut client = known.cloned().ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
+        let now_ms = clock.now().unix_ms;
         if let Some(made) = made_before(&client, &grant, now_ms) {
             return made.map(|()| Some(client));
+        }
+        if grant.until_ms <= now_ms {
+            return Err(ApiError::Conflict("the window has ended meanwhile".to_owned()));
         }
         client.grants.retain(|known| known.is_kept(now_ms));
         client.grants.push(grant.clone());
@@ -86,9 +100,12 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
     Ok(with_body(changed_client(&call, &changed).await?))
 }
 
-/// Whether the client has a grant by the key of this one; an error if that was another request.
+/// Whether the client has a grant by the key of this one, for a window that has not ended, also by the clock of the store; an error if
+/// that was another request.
 fn made_before(client: &Client, grant: &ClientGrant, now_ms: u64) -> Option<Result<(), ApiError>> {
-    let is_known = |known: &&ClientGrant| known.idempotency_key == grant.idempotency_key && now_ms < known.until_ms;
+    let is_known = |known: &&ClientGrant| {
+        known.idempotency_key == grant.idempotency_key && (now_ms < known.until_ms || grant.until_ms <= known.until_ms)
+    };
     let known = client.grants.iter().find(is_known)?;
     let content = |grant: &ClientGrant| (grant.rule.clone(), grant.window.clone(), grant.tokens);
     Some(match content(known) == content(grant) {

@@ -215,7 +215,7 @@ mod tests {
         let key = |n: u8| Digest::of(&[n]).to_string();
         let stored = json!({
             "plan": "gold", "api_keys": [key(1)], "subjects": ["a"], "networks": [], "note": { "for": "others" },
-            "limits": {
+            "grants": [], "limits": {
                 "r": { "windows": ["5/day"], "until": null, "burst": 2 }, "s": { "windows": ["5/fortnight"] },
                 "t": { "windows": ["1/day"], "until": null },
             },

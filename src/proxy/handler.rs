@@ -470,7 +470,9 @@ fn begin_body_reading(
     let timeout = timeouts_of(served, actions).body;
     let limits = upload_limits(worker, served, resolved.route_id);
     let set_include_usage = served.config.routes[resolved.route_id].actions.as_ref();
-    let set_include_usage = set_include_usage.is_some_and(|actions| actions.set_include_usage);
+    // Other requests of these APIs have no such member, and servers refuse it.
+    let is_completion = || resolved.attributes.path.ends_with("/completions");
+    let set_include_usage = set_include_usage.is_some_and(|actions| actions.set_include_usage && is_completion());
     Ok(Some(Box::new(BodyReading { plan: Arc::clone(plan), max_bytes, limits, timeout, set_include_usage })))
 }
 

@@ -8,7 +8,6 @@ use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderMap, Response};
 use http_body::{Body, Frame};
-use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
@@ -22,6 +21,9 @@ use transom_usage::values::Text;
 /// Longer events are no chunk of usage.
 const EVENT_MAX_BYTES: usize = 16 << 10;
 const USAGE: &[u8] = b"usage";
+/// The members of a chunk of usage.
+const CHUNK_MEMBERS: [&str; 9] =
+    ["choices", "created", "id", "model", "object", "obfuscation", "service_tier", "system_fingerprint", "usage"];
 const OPTIONS: &str = "stream_options";
 
 /// The body of a streaming request, with `include_usage`. `None`: the request has it, or is another one.
@@ -31,6 +33,11 @@ pub fn asking_for_usage(body: &[u8], values: &BodyValues, headers: &HeaderMap) -
         return None;
     }
     let members: HashMap<String, &RawValue> = serde_json::from_slice(body).ok()?;
+    // Servers may read another case of a name as the same member, and a client that asks for usage in another way wants to see it.
+    let is_other = |name: &String| name.eq_ignore_ascii_case(OPTIONS) && name != OPTIONS || name == "usage";
+    if members.get("stream").is_none_or(|value| value.get() != "true") || members.keys().any(is_other) {
+        return None;
+    }
     let written = members.get(OPTIONS).map(|value| value.get());
     let mut options: Map<String, Value> = match written {
         None | Some("null") => Map::new(),
@@ -158,17 +165,18 @@ impl EventFilter {
 
 /// Whether an event is the chunk of OpenAI that states the usage, and nothing else.
 fn states_only_usage(event: &[u8]) -> bool {
-    #[derive(Deserialize)]
-    struct Chunk {
-        choices: Vec<IgnoredAny>,
-        usage: Option<IgnoredAny>,
-    }
     if !event.windows(USAGE.len()).any(|part| part == USAGE) {
         return false;
     }
     let data: Vec<&[u8]> = event.split(|byte| *byte == b'\n').filter_map(|line| line.strip_prefix(b"data:")).collect();
-    let chunk = serde_json::from_slice::<Chunk>(&data.join(&b'\n'));
-    chunk.is_ok_and(|chunk| chunk.choices.is_empty() && chunk.usage.is_some())
+    let data = data.join(&b'\n');
+    let Ok(chunk) = serde_json::from_slice::<HashMap<String, &RawValue>>(&data) else { return false };
+    let member = |name| chunk.get(name).map(|value: &&RawValue| value.get());
+    let choices = member("choices").and_then(|choices| serde_json::from_str::<Vec<IgnoredAny>>(choices).ok());
+    let has_usage = member("usage").is_some_and(|usage| usage != "null");
+    choices.is_some_and(|choices| choices.is_empty())
+        && has_usage
+        && chunk.keys().all(|name| CHUNK_MEMBERS.contains(&name.as_str()))
 }
 
 #[cfg(test)]
@@ -206,6 +214,10 @@ mod tests {
             "no JSON",
             "{\"stream\":true,\"stream_options\":{\"include_usage\":true}}",
             "{\"stream\":true,\"stream_options\":7}",
+            "{\"stream\":\"true\"}",
+            "{\"STREAM\":true}",
+            "{\"stream\":true,\"Stream_Options\":{}}",
+            "{\"stream\":true,\"usage\":{\"include\":true}}",
         ] {
             assert_eq!(asking(body), None, "{body}");
         }
@@ -218,11 +230,15 @@ mod tests {
             format!("data: {}\n\n", usage.replace("[]", "[1]")),
             format!("event: a\r\ndata: {}\r\n\r\n", usage.replace("{\"total_tokens\":3}", "null")),
             format!("data: {long} {usage}\n\n"),
+            format!("data: {}\n\n", usage.replace("{\"choices", "{\"error\":1,\"choices")),
             "data: [DONE]\n\n: usage\n".to_owned(),
         ];
-        let hidden = [format!("data: {usage}\n\n"), format!("id: 1\r\ndata:{usage}\r\n\r\n")];
-        let stream =
-            [&kept[0], &hidden[0], &kept[1], &hidden[1], &kept[2], &hidden[0], &kept[3]].map(String::as_str).concat();
+        let whole =
+            usage.replace("{\"choices", "{\"id\":\"x\",\"object\":\"y\",\"created\":1,\"model\":\"m\",\"choices");
+        let hidden = [format!("data: {whole}\n\n"), format!("id: 1\r\ndata:{usage}\r\n\r\n")];
+        let stream = [&kept[0], &hidden[0], &kept[1], &hidden[1], &kept[2], &hidden[0], &kept[3], &kept[4]]
+            .map(String::as_str)
+            .concat();
         for size in [1, 2, 7, 1000, stream.len()] {
             let mut filter = EventFilter::default();
             let mut shown: Vec<u8> = stream.as_bytes().chunks(size).flat_map(|piece| filter.push(piece)).collect();

@@ -53,8 +53,8 @@ settings! {
         max_body: Option<Option<u64>> = Optional(MAX_BODY);
         /// As at the [top level](#top-level), for this route.
         body_key_limit: Option<usize> = Optional(BODY_KEY_LIMIT);
-        /// Adds `stream_options.include_usage` to streaming requests of OpenAI that lack it, so that the stream states its usage. The
-        /// chunk that states it is hidden from clients that did not ask. The [body](#values-of-the-body) is read before the decision.
+        /// Adds `stream_options.include_usage` to streaming requests of OpenAI that lack it, to paths that end with `/completions`, so
+        /// that the stream states its usage. The chunk that states it is hidden from clients that did not ask. The [body](#values-of-the-body) is read before the decision.
         set_include_usage: bool = Boolean(false);
         /// As in [`[limits]`](#limits), for this route; `0` switches the limit off.
         min_request_rate: Option<u64> = Optional(MIN_RATE);
