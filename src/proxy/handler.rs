@@ -57,6 +57,8 @@ pub enum ResponseFuture {
 }
 
 impl ResponseFuture {
+    /// Starts to handle a request. Inlined, because it is called once for each.
+    #[inline(always)]
     pub fn start(handle: impl FnOnce() -> ResponseFuture) -> ResponseFuture {
         let started = catch_unwind(AssertUnwindSafe(handle));
         started.unwrap_or_else(|_panic| ResponseFuture::Done(Some(panic_response())))
@@ -117,7 +119,7 @@ struct RequestContext<'a> {
     worker: &'a Rc<WorkerState>,
     config: &'a Rc<WorkerConfig>,
     peer: &'a Peer,
-    client: ClientInfo,
+    client: &'a ClientInfo,
     /// Lower bound, from the head.
     body_bytes: u64,
     body: &'a ClientBody,
@@ -176,47 +178,33 @@ pub fn handle(
     respond(worker, peer, received, now, head_error)
 }
 
-/// Decides a request, and forwards it.
-#[inline(always)]
+/// Decides a request, and forwards it. Not inlined, so that `decide` has one caller and is.
+#[inline(never)]
 fn respond(
     worker: &Rc<WorkerState>,
     peer: &Rc<Peer>,
-    received: ReceivedRequest,
+    mut received: ReceivedRequest,
     now: Timestamp,
     head_error: Option<RequestError>,
 ) -> ResponseFuture {
-    let ReceivedRequest { config, mut parts, body, body_values, hides_usage, client, mut format, mut record } =
-        received;
     let is_forward_auth = peer.connection.is_forward_auth;
     // On `forward_auth`, the proxy sends the head of the original request without its body.
-    let body_bytes = if is_forward_auth { 0 } else { body.size_hint().lower() };
-    let request_context = RequestContext {
-        worker,
-        config: &config,
-        peer,
-        client,
-        body_bytes,
-        body: &body,
-        body_values: body_values.as_deref(),
-        now,
+    let body_bytes = if is_forward_auth { 0 } else { received.body.size_hint().lower() };
+    let ReceivedRequest { config, parts, body, body_values, client, format, record, .. } = &mut received;
+    let body_values = body_values.as_deref();
+    let request_context = RequestContext { worker, config, peer, client, body_bytes, body, body_values, now };
+    let (mut plan, admission, pending) = match decide(&request_context, parts, head_error, format, record) {
+        Ok(RequestOutcome::Forward { plan, admission, pending }) => (plan, admission, pending),
+        Ok(RequestOutcome::Respond(reply)) => {
+            return ResponseFuture::Done(Some(refusal_response(reply, received.format, received.record)));
+        }
+        Ok(RequestOutcome::ReadBody(reading)) => return read_body(worker, peer, received, *reading),
+        Err(error) => {
+            received.record.release_all_slots();
+            return ResponseFuture::Done(Some(error_response(&error, received.format, received.record)));
+        }
     };
-    let (mut plan, admission, pending) =
-        match decide(&request_context, &mut parts, head_error, &mut format, &mut record) {
-            Ok(RequestOutcome::Forward { plan, admission, pending }) => (plan, admission, pending),
-            Ok(RequestOutcome::Respond(reply)) => {
-                return ResponseFuture::Done(Some(refusal_response(reply, format, record)));
-            }
-            Ok(RequestOutcome::ReadBody(reading)) => {
-                let client = request_context.client;
-                let received =
-                    ReceivedRequest { config, parts, body, body_values, hides_usage, client, format, record };
-                return read_body(worker, peer, received, *reading);
-            }
-            Err(error) => {
-                record.release_all_slots();
-                return ResponseFuture::Done(Some(error_response(&error, format, record)));
-            }
-        };
+    let ReceivedRequest { config, mut parts, body, body_values, hides_usage, format, mut record, .. } = received;
     // Taken apart here, so that the future below stores each value only once.
     let Admission { mut fields, mut delay, mut pending_cost } = admission;
     let upload = match plan.websocket {
@@ -528,7 +516,7 @@ impl ForwardPlan {
             served.config.routes[self.route].websocket && supports_upgrade()
         })?;
         let peer = &request_context.peer.connection.address_field;
-        headers::forward_request(&mut parts.headers, special_fields, peer, &request_context.client, &served.key_fields);
+        headers::forward_request(&mut parts.headers, special_fields, peer, request_context.client, &served.key_fields);
         let path = self.actions.as_mut().and_then(|actions| actions.path.take()).or(path);
         if let Some(actions) = &mut self.actions {
             actions.apply_to_request(&mut parts.headers);

@@ -73,7 +73,7 @@ fn a_grant_adds_tokens_once_to_the_current_window() {
         ("acme", "a", body("opens", "day", 5), 409),
         ("acme", "a", body("r", "hour", 5), 404),
         ("acme", "a", body("nowhere", "hour", 5), 404),
-        ("nobody", "a", of_r.clone(), 404),
+        ("unknown", "a", of_r.clone(), 404),
     ] {
         let response = grant_to(&gateway, client, &[("Idempotency-Key", key)], &body);
         assert_eq!(response.status, status, "{key} {body} {}", response.text());

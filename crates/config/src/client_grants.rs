@@ -12,7 +12,7 @@ use super::settings::{Custom, Integer, Required, Shape, Text, Word};
 use super::toml_reader::SpannedString;
 use super::values::read_digest;
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{ClientLimits, Plan};
+use transom_limiter::rule::{ClientWindows, Plan};
 use transom_limiter::secret_digest::Digest;
 use transom_limiter::window_kind::WindowKind;
 
@@ -152,7 +152,7 @@ impl Client {
         rule: &GatewayRule,
         base: Plan,
         problems: &mut Vec<String>,
-    ) -> impl Iterator<Item = ClientLimits> + use<> {
+    ) -> impl Iterator<Item = ClientWindows> + use<> {
         let of_rule = || self.kept_grants(now_ms).filter(|grant| grant.rule == rule.name);
         let mut ends: Vec<u64> = of_rule().map(|grant| grant.until_ms).collect();
         ends.sort_unstable();
@@ -175,9 +175,9 @@ impl Client {
                         .map(|reason| format!("client {}, a grant in rule {}: {reason}", self.name, rule.name)),
                 );
             }
-            all.push(ClientLimits { plan, until_ms: Some(until_ms) });
+            all.push(ClientWindows { plan, until_ms: Some(until_ms) });
         }
-        all.push(ClientLimits { plan: base, until_ms: None });
+        all.push(ClientWindows { plan: base, until_ms: None });
         // Only the first has a name: the others follow.
         all.iter_mut().skip(1).for_each(|limits| limits.plan.name.clear());
         all.into_iter()

@@ -1,9 +1,9 @@
 //! Limits of single clients that end with a window, such as those raised by a grant: windows that begin later have the limits that
-//! follow, see [`ClientLimits::until_ms`](crate::rule::ClientLimits).
+//! follow, see [`ClientWindows::until_ms`](crate::rule::ClientWindows).
 //!
 //! A decision finds by its time which limits apply. Its time may be behind that of another thread, or of a store, that has opened the
 //! next window already. So each charge is checked afterwards: one in a window that begins after the end of its limits is undone, and
-//! made again under the limits that follow. Only requests with limits of their own come here.
+//! made again under the limits that follow. A plan without such limits skips these steps.
 
 use crate::charge_plan::{ChargePlan, LayerRef};
 use crate::decision::Decision;

@@ -1,9 +1,8 @@
 //! Identities of counters: the texts whose hashes distinguish the counters of one layer from those of all others.
 //!
 //! Counters in files and those of running processes are found by these texts. A changed text gives every key unused counters, so
-//! nothing in the texts is derived from names in the code. Those of windows are written in `window`, and the caller names the kinds of
-//! key parts. Their
-//! forms are documented in docs/explanation/persistence.md; a test has those of many rules as literals.
+//! nothing in the texts is derived from names in the code. The texts of windows are written in `window`, and the caller names the kinds
+//! of key parts. All forms are documented in docs/explanation/persistence.md; a test has the texts of many rules as literals.
 
 use crate::key::{KeyPart, PartArgument, Prefixes, Seed};
 use crate::rule::Rule;

@@ -28,7 +28,7 @@ pub struct Rule {
     pub overrides: Vec<Override>,
     /// Other windows for single clients, under texts that identify them. They change while the counters are in use, so neither
     /// the kind nor the name of a counter depends on them.
-    pub client_limits: Vec<ClientLimits>,
+    pub client_limits: Vec<ClientWindows>,
     /// Requests that the rule does not count.
     pub exemptions: Exemptions,
     /// Tokens that a request takes.
@@ -85,11 +85,11 @@ pub struct Plan {
 
 /// The windows of a rule for single clients.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct ClientLimits {
+pub struct ClientWindows {
     /// The text that identifies the limits, and the windows.
     pub plan: Plan,
-    /// When the limits end, Unix milliseconds: the next ones in [`Rule::client_limits`] apply to windows that begin then or later.
-    /// `None`: a change of the client's plan ends them.
+    /// The end of the limits, Unix milliseconds. Windows that begin then or later have the next item of [`Rule::client_limits`].
+    /// `None`: the limits have no end.
     pub until_ms: Option<u64>,
 }
 

@@ -6,7 +6,7 @@ use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::handles::{Handle, LayerId, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::Seed;
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{ClientLimits, Cost, KeyValue, OnLimit, Override, Plan, Rule};
+use transom_limiter::rule::{ClientWindows, Cost, KeyValue, OnLimit, Override, Plan, Rule};
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::window::Windows;
 
@@ -78,7 +78,7 @@ fn limits_and_variants_have_names_and_positions() {
 fn windows_of_single_clients_are_counted_by_few_names() {
     let plan = |text: &str| Plan { name: text.to_owned(), layers: parsed(&[text, "9/hour"]), concurrent: None };
     let client_limits =
-        ["5/minute", "7/minute", "3/2h", "4/3h"].map(|text| ClientLimits { plan: plan(text), until_ms: None });
+        ["5/minute", "7/minute", "3/2h", "4/3h"].map(|text| ClientWindows { plan: plan(text), until_ms: None });
     let client_limits = client_limits.to_vec();
     let rule = Rule { client_limits, penalty_ms: Some(1000), ..rule("r", parsed(&["5/minute", "9/day"])) };
     let rule_set = RuleSet::new(&[rule], Seed(3, 4), None);

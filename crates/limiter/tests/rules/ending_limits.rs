@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{ClientLimits, Plan, Rule};
+use transom_limiter::rule::{ClientWindows, Plan, Rule};
 use transom_limiter::window::Windows;
 
 use crate::oracle::Expected::{Admitted, Refused};
@@ -14,7 +14,7 @@ use crate::support::{Gateway, START_MS, limit, outcome, plain, rule};
 /// The limits of one client, each with its end.
 fn with_limits(rule: Rule, limits: Vec<(Vec<Limit>, Option<u64>)>) -> Rule {
     let plan = |layers| Plan { name: String::new(), layers, concurrent: None };
-    let limits = limits.into_iter().map(|(layers, until_ms)| ClientLimits { plan: plan(layers), until_ms });
+    let limits = limits.into_iter().map(|(layers, until_ms)| ClientWindows { plan: plan(layers), until_ms });
     Rule { client_limits: limits.collect(), ..rule }
 }
 
