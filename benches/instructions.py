@@ -3,7 +3,7 @@
 
     apt-get install -y nginx-light nghttp2-client valgrind
     cargo build --release -p transom -p transom-decisions
-    python3 benches/instructions.py            # half a minute; fails if a count exceeds the committed one by more than 2 %
+    python3 benches/instructions.py            # half a minute; fails if a count is 2 % above the committed one
     python3 benches/instructions.py --profile dev    # likewise of the build that `make test` tests
     python3 benches/instructions.py --write    # replaces the committed counts of the profile, in benches/instructions.json
     python3 benches/instructions.py --transom OTHER --decisions OTHER    # counts of other builds; never fails
@@ -45,8 +45,12 @@ class Profile:
     repeated: int
     decisions: int
     sliding_decisions: int
-    # By how much a count may exceed the committed one.
-    tolerance: float
+    # By how much a count of requests may exceed the committed one.
+    requests_tolerance: float
+    decisions_tolerance: float = 0.02
+
+    def tolerance(self, name):
+        return self.decisions_tolerance if name.startswith("decision") else self.requests_tolerance
 
     def program(self, name):
         return os.path.join(comparison.ROOT, "target", self.folder, name)
@@ -54,7 +58,8 @@ class Profile:
 
 PROFILES = {
     "release": Profile("release", 2_000, 3, 10_000, 10_000, 0.02),
-    "dev": Profile("debug", 200, 2, 10_000, 500, 0.03),
+    # Beside the tests of `make test`, gateway and client are interrupted in other places in each run: counts of requests differ by 4 %.
+    "dev": Profile("debug", 200, 2, 10_000, 500, 0.10),
 }
 
 
@@ -97,7 +102,7 @@ def measure(options, directory, report):
         before = committed[options.profile].get(name)
         change = count / before - 1 if before else 0
         rows.append([name, f"{count:,.0f}", f"{before:,.0f}" if before else "none", f"{change:+.2%}"])
-        if not before or change > profile.tolerance:
+        if not before or change > profile.tolerance(name):
             worse.append(name)
     report.table(["instructions of a", "count", "committed", "change"], rows)
     if options.write:
@@ -111,7 +116,8 @@ def measure(options, directory, report):
         print(f"SKIPPED: the committed counts are those of {committed['compiler']}; this is {compiler()}", file=sys.stderr)
     elif worse:
         raise BenchmarkError(
-            f"more than {profile.tolerance:.0%} above the committed count: {'; '.join(worse)}. Find the cause; if the work is worth it, "
+            f"above the committed counts by more than {profile.requests_tolerance:.0%} (requests) or {profile.decisions_tolerance:.0%} "
+            f"(decisions): {'; '.join(worse)}. Find the cause; if the work is worth it, "
             f"write the new counts with `python3 benches/instructions.py --profile {options.profile} --write`, and say why in the commit message"
         )
 
