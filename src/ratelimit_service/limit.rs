@@ -241,7 +241,7 @@ impl ServiceConfig {
                 continue;
             }
             let key: SmallVec<[Cow<'r, str>; 2]> =
-                found.open_entries.iter().map(|entry| store_key(&descriptor.entries[*entry].value)).collect();
+                found.open_entries.iter().map(|entry| value_text(&descriptor.entries[*entry].value)).collect();
             let admits_nothing = descriptor.limit.as_ref().is_some_and(|limit| limit.requests_per_unit == 0);
             let hits = if admits_nothing { Some(u32::MAX) } else { hits(request, descriptor) };
             matched.extend(found.rules.iter().map(|rule| {
@@ -488,7 +488,7 @@ fn hits(request: &RateLimitRequest, descriptor: &RateLimitDescriptor) -> Option<
 }
 
 /// The text of a value. Bytes that are not UTF-8 are escaped, so that a client cannot get past its limit by sending them.
-fn store_key(value: &[u8]) -> Cow<'_, str> {
+fn value_text(value: &[u8]) -> Cow<'_, str> {
     match str::from_utf8(value) {
         Ok(text) => Cow::Borrowed(text),
         Err(_) => Cow::Owned(value.escape_ascii().to_string()),

@@ -84,14 +84,14 @@ struct Attempt<'a> {
 
 impl Drop for Attempt<'_> {
     fn drop(&mut self) {
-        let (servers, server) = (self.forwarder, self.choice.server);
+        let (forwarder, server) = (self.forwarder, self.choice.server);
         if let Some(outcome) = self.outcome {
-            servers.metrics.request_ended(server.index(), outcome);
+            forwarder.metrics.request_ended(server.index(), outcome);
         }
         if let Some(log) = self.log {
-            log.attempt_ended(self.outcome, &servers.clock);
+            log.attempt_ended(self.outcome, &forwarder.clock);
         }
-        servers.upstream_health.report(server, self.result, self.choice.reason, || servers.clock.instant());
+        forwarder.upstream_health.report(server, self.result, self.choice.reason, || forwarder.clock.instant());
     }
 }
 
