@@ -38,7 +38,7 @@ MUTANT_TESTS = --lib --test rules --test properties --test tower
 # Seconds after which the tests of a change are stopped; the change then counts as noticed.
 MUTANT_TIMEOUT = 60
 
-.PHONY: help test check docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions replay usage screenshots failover soak fuzz parts deny advisories
+.PHONY: help test check compiler docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions replay usage screenshots failover soak fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -72,10 +72,13 @@ help:
 	@echo "make fuzz        fuzzes the parsers, FUZZ_SECONDS each (60)"
 	@echo "make advisories  checks dependencies for known vulnerabilities; fails if their list cannot be downloaded"
 
-# Installs the parts beside the builds, which need a compiler.
-test:
-	tests/external/debian.sh build
+# Installs the compiler first; run.py installs the other parts beside the builds.
+test: compiler
 	python3 tests/run.py
+
+# A compiler and a linker, which builds need.
+compiler:
+	tests/external/debian.sh build
 
 docs:
 	TRANSOM_WRITE_DOCS=1 cargo test --locked --test integration -- the_configuration_reference the_reference_of_the_admin_api checked_in_messages
@@ -95,7 +98,7 @@ site: mdbook
 	mdbook build --dest-dir $(CURDIR)/target/site $(SITE_SOURCE)
 	python3 tests/external/check_site.py target/site
 
-check: site
+check: compiler site
 	cargo fmt --check --all
 	python3 tests/external/check_dependencies.py
 	cargo clippy --locked --workspace --all-targets -- -D warnings
@@ -134,7 +137,7 @@ package-test: cargo-deb
 # Also writes benches/peers.md and its chart.
 bench: release $(PARTS)/envoy/installed bench-pingora
 	cargo build --locked --release --target-dir target
-	cargo bench --locked
+	cargo bench --locked -p transom -p transom-decisions -p transom-usage --benches
 	python3 benches/peers.py --results benches/peers.md --chart benches/peers.svg
 	python3 benches/scale.py
 	python3 benches/idle_connections.py
@@ -167,11 +170,12 @@ mutants: cargo-mutants
 	PROPTEST_CASES=32 CARGO_TARGET_DIR=$(CURDIR)/target/mutants cargo mutants --package $(PACKAGE) $(patsubst %,--test-package %,$(TESTED)) $(patsubst %,--file '%',$(FILES)) --output target --iterate \
 		--baseline=skip --timeout $(MUTANT_TIMEOUT) -- $(MUTANT_TESTS)
 
-# Fails if a request or a decision takes 2 % more instructions than committed in benches/instructions.json. `make test` counts
-# those of the build that it tests.
+# Fails if a request or a decision takes 2 % more instructions than committed in benches/instructions.json; 3 % of a build of
+# `make release`, if there is one. `make test` counts those of the build that it tests.
 instructions:
 	cargo build --locked --release -p transom -p transom-decisions --target-dir target
 	python3 benches/instructions.py
+	test ! -e target/dist/transom || python3 benches/instructions.py --profile dist
 
 # `make test` kills a few times; this target prints the result.
 kills:
@@ -212,7 +216,7 @@ screenshots: parts
 failover:
 	TRANSOM_FAILOVER_S=$(FAILOVER_S) cargo test --locked --release --test integration -- lose_no_request_under_load --nocapture --test-threads=1
 
-# `make test` runs five minutes with little load. Needs a release build for the load.
+# `make test` runs three minutes with little load. Needs a release build for the load.
 soak:
 	TRANSOM_SOAK_S=$(SOAK_S) cargo test --locked --release --test integration -- soak:: --nocapture --test-threads=1
 

@@ -4,12 +4,13 @@
     apt-get install -y nginx-light nghttp2-client valgrind
     cargo build --release -p transom -p transom-decisions
     python3 benches/instructions.py            # half a minute; fails if a count is 2 % above the committed one
+    python3 benches/instructions.py --profile dist   # likewise requests of the build that `make release` makes
     python3 benches/instructions.py --profile dev    # likewise of the build that `make test` tests
     python3 benches/instructions.py --write    # replaces the committed counts of the profile, in benches/instructions.json
-    python3 benches/instructions.py --transom OTHER --decisions OTHER    # counts of other builds; never fails
+    python3 benches/instructions.py --transom OTHER --decisions OTHER    # prints counts of other builds; compares nothing
 
-Counts depend on the compiler and on the C library's choice of instructions for this processor. With another compiler than that of the committed counts, the program prints both and does not
-compare.
+Counts depend on the compiler and on the C library's choice of instructions for this processor. With another compiler than that
+of the committed counts, the program prints both and does not compare.
 """
 
 import argparse
@@ -43,6 +44,7 @@ class Profile:
     requests: int
     # Measurements of a refused request.
     repeated: int
+    # 0: decisions are not counted.
     decisions: int
     sliding_decisions: int
     # By how much a count of requests may exceed the committed one.
@@ -58,6 +60,8 @@ class Profile:
 
 PROFILES = {
     "release": Profile("release", 2_000, 3, 10_000, 10_000, 0.02),
+    # `make release` builds the gateway only. Each build has a profile of its own of how the gateway runs.
+    "dist": Profile("dist", 2_000, 3, 0, 0, 0.03),
     # Beside the tests of `make test`, gateway and client are interrupted in other places in each run: counts of requests differ by 4 %.
     "dev": Profile("debug", 200, 2, 10_000, 500, 0.10),
 }
@@ -71,6 +75,8 @@ def main():
     parser.add_argument("--requests", type=int, help="N, see callgrind.py (default: 2,000; 200 of the profile `dev`)")
     parser.add_argument("--write", action="store_true", help="replace the committed counts")
     options = parser.parse_args()
+    if options.write and (options.transom or options.decisions):
+        parser.error("--write writes the counts of a profile, and not those of another program")
     comparison.run(measure, options)
 
 
@@ -82,7 +88,8 @@ def measure(options, directory, report):
     counts = {}
     # Beside the requests, whose gateway uses one core.
     executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-    decisions = [(case, executor.submit(per_decision, program, case, profile)) for case in DECISION_CASES]
+    cases = DECISION_CASES if profile.decisions else []
+    decisions = [(case, executor.submit(per_decision, program, case, profile)) for case in cases]
     upstream, upstream_port = load_generators.start_upstream(directory, callgrind.CORE)
     with upstream:
         for protocol, http in (("HTTP/1.1", "--h1"), ("HTTP/2", "-m1")):
@@ -96,10 +103,11 @@ def measure(options, directory, report):
     for case, count in decisions:
         counts[f"decision, {case}"] = count.result()
     with open(COMMITTED) as file:
-        committed = json.load(file)
+        profiles = json.load(file)
+    committed = profiles[options.profile]
     rows, worse = [], []
     for name, count in counts.items():
-        before = committed[options.profile].get(name)
+        before = committed.get(name)
         change = count / before - 1 if before else 0
         rows.append([name, f"{count:,.0f}", f"{before:,.0f}" if before else "none", f"{change:+.2%}"])
         if not before or change > profile.tolerance(name):
@@ -107,10 +115,10 @@ def measure(options, directory, report):
     report.table(["instructions of a", "count", "committed", "change"], rows)
     if options.write:
         with open(COMMITTED, "w") as file:
-            committed[options.profile] = {name: round(count) for name, count in counts.items()}
-            json.dump(committed | {"compiler": compiler()}, file, indent=2)
+            profiles[options.profile] = {"compiler": compiler()} | {name: round(count) for name, count in counts.items()}
+            json.dump(profiles, file, indent=2)
             file.write("\n")
-    elif options.transom:
+    elif options.transom or options.decisions:
         return
     elif committed["compiler"] != compiler():
         print(f"SKIPPED: the committed counts are those of {committed['compiler']}; this is {compiler()}", file=sys.stderr)

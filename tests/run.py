@@ -100,7 +100,7 @@ class Step:
 def first_steps():
     return [
         Step("parts", ["make", "--no-print-directory", "parts"], runs_beside=True, prints=True),
-        # Without examples, which `make check` compiles, and no test runs.
+        # Examples are left out: `make check` compiles them, and no test uses them.
         Step(
             "tests-build",
             [*CARGO_TEST, "--workspace", "--tests", "--no-run", "--message-format=json-render-diagnostics"],
@@ -111,7 +111,7 @@ def first_steps():
 
 
 def test_programs(build):
-    """A step for each test program, in the order in which they should start, the longest first; then those that cargo runs."""
+    """A step for each test program, and those that cargo runs. Those that run beside others come first."""
     steps = [
         Step("documentation", [*CARGO_TEST, "--workspace", "--doc"]),
         Step("decisions-build", ["cargo", "build", "--locked", "-p", "transom-decisions"], runs_beside=True),
@@ -122,7 +122,8 @@ def test_programs(build):
     ]
     with open(build.log) as log:
         lines = log.read().splitlines()
-    for line in reversed(lines):
+    programs = []
+    for line in lines:
         message = json.loads(line) if line.startswith("{") else {}
         if message.get("reason") != "compiler-artifact" or not message["profile"]["test"] or not message["executable"]:
             continue
@@ -130,9 +131,9 @@ def test_programs(build):
         name = f"{os.path.basename(folder)}-{message['target']['name']}" if folder != ROOT else message["target"]["name"]
         if message["target"]["kind"] != ["test"]:
             name += f"-{message['target']['kind'][0]}"
-        steps[:0] = steps_of_program(name, message["executable"], folder)
+        programs += steps_of_program(name, message["executable"], folder)
     # The threads of the stress test wait for one another, and cost twice as much beside builds.
-    return sorted(steps, key=lambda step: (not step.runs_beside, step.name == "limiter-stress"))
+    return sorted([*programs, *steps], key=lambda step: (not step.runs_beside, step.name == "limiter-stress"))
 
 
 def steps_of_program(name, program, folder):
@@ -198,7 +199,8 @@ def report(step):
         return
     with open(step.log, errors="replace") as log:
         text = log.read()
-    print(f"\n{step.name} failed: exit code {step.exit_code}, output in {os.path.relpath(step.log, ROOT)}")
+    output = "printed above" if step.prints else f"in {os.path.relpath(step.log, ROOT)}"
+    print(f"\n{step.name} failed: exit code {step.exit_code}, output {output}")
     text = "\n".join(line for line in text.splitlines() if not line.startswith('{"'))
     details = text.find("\nfailures:\n")
     print(text[details:].strip() if details >= 0 else "\n".join(text.splitlines()[-TAIL_LINES:]))
@@ -219,7 +221,7 @@ def gateways_left():
 
 
 def main():
-    # `gateways_left` and `instructions.py` look into this folder.
+    # `gateways_left` and `instructions.py` look into target/.
     os.environ.pop("CARGO_TARGET_DIR", None)
     os.environ.pop("CARGO_BUILD_TARGET", None)
     shutil.rmtree(LOGS, ignore_errors=True)
@@ -232,7 +234,8 @@ def main():
         for step in steps:
             if step.process and step.exit_code is None:
                 step.process.terminate()
-    for step in failed:
+    # What failed comes last, after what could not run because of it.
+    for step in sorted(failed, key=lambda step: step.process is not None):
         report(step)
     left = gateways_left()
     if left:
