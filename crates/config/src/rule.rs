@@ -18,7 +18,7 @@ use super::key_kind::{CLIENT, JSON};
 use super::listen::ClientCerts;
 use super::overrides::ExceptionSettings;
 use super::redis::{DefaultSharing, OUTAGES, RULE_MODES, TABLE_FIX};
-use super::response_body::{BODY, Body, CONTENT_TYPE, check_content_type};
+use super::response_body::{BODY, BODY_STYLES, Body, BodyStyle, CONTENT_TYPE, check_body_style, check_content_type};
 use super::settings::{
     Boolean, Choice, Custom, DAY_MS, Inline, Integer, Optional, Section, Shape, Time, TimeOrZero, Word,
 };
@@ -34,14 +34,16 @@ use transom_limiter::handles::RuleId;
 use transom_limiter::key::OnMissing;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyFormat, OnLimit, OnOutage, Rule, Sharing};
-use transom_usage::usage::ModelWeights;
+use transom_usage::usage::{CountedTokens, ModelWeights};
 use transom_usage::usage_reader::UsageSource;
 
 /// `headers` of the configuration and of rules.
-pub const RATE_LIMIT_STYLES: [(&str, RateLimitStyle); 4] = [
+pub const RATE_LIMIT_STYLES: [(&str, RateLimitStyle); 6] = [
     ("ietf", RateLimitStyle::Ietf),
     ("legacy", RateLimitStyle::Legacy),
     ("both", RateLimitStyle::Both),
+    ("openai", RateLimitStyle::OpenAi),
+    ("anthropic", RateLimitStyle::Anthropic),
     ("off", RateLimitStyle::Off),
 ];
 
@@ -110,6 +112,8 @@ settings! {
         body: Option<String> = BODY;
         /// Media type of `body`. Without it: `"text/plain; charset=utf-8"`.
         content_type: Option<String> = CONTENT_TYPE;
+        /// Instead of `body`: the refusal is an error of [this API](#fields-and-errors-of-model-apis), as its SDKs expect it.
+        body_style: Option<BodyStyle> = Optional(Choice(BodyStyle::OpenAi, &BODY_STYLES));
         /// Upper bound of a random addition to `Retry-After`, so that waiting clients do not return at the same moment.
         retry_jitter: Duration = TimeOrZero(Duration::from_secs(5));
         /// Rate limit fields of this rule. Without it: as at the [top level](#top-level).
@@ -164,7 +168,38 @@ pub enum RateLimitStyle {
     /// `X-RateLimit-Limit`, `-Remaining` and `-Reset`.
     Legacy,
     Both,
+    /// `X-RateLimit-Limit-Requests` and others.
+    OpenAi,
+    /// `Anthropic-RateLimit-Requests-Limit` and others.
+    Anthropic,
     Off,
+}
+
+/// What the limits of a rule are a number of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum QuotaUnit {
+    Requests,
+    /// Of language models.
+    Tokens,
+    InputTokens,
+    OutputTokens,
+    /// Tokens with weights, such as prices.
+    WeightedTokens,
+    /// What a field of the request or the response states.
+    Stated,
+}
+
+impl QuotaUnit {
+    /// The value of `qu` in `RateLimit-Policy`, which is `requests` without it.
+    pub fn text(self) -> Option<&'static str> {
+        match self {
+            QuotaUnit::Tokens => Some("tokens"),
+            QuotaUnit::InputTokens => Some("input-tokens"),
+            QuotaUnit::OutputTokens => Some("output-tokens"),
+            QuotaUnit::WeightedTokens => Some("weighted-tokens"),
+            QuotaUnit::Requests | QuotaUnit::Stated => None,
+        }
+    }
 }
 
 /// The response to requests that a rule refuses, as far as the rule configures it.
@@ -174,6 +209,8 @@ pub struct RefusalResponse {
     pub status: Option<u16>,
     /// Replaces the problem document.
     pub body: Option<Body>,
+    /// Replaces the problem document, and adds the fields that SDKs of the API read.
+    pub body_style: Option<BodyStyle>,
     /// Upper bound in seconds of the random time that is added to Retry-After.
     pub retry_jitter_s: u64,
 }
@@ -204,6 +241,19 @@ impl GatewayRule {
     /// Whether the key has the client as a part.
     pub fn counts_clients(&self) -> bool {
         self.key.iter().any(|part| CLIENT.has(part))
+    }
+
+    pub fn quota_unit(&self) -> QuotaUnit {
+        match (&self.usage, &self.cost) {
+            (Some(usage), _) => match usage.weights.counted_tokens() {
+                Some(CountedTokens::All) => QuotaUnit::Tokens,
+                Some(CountedTokens::Input) => QuotaUnit::InputTokens,
+                Some(CountedTokens::Output) => QuotaUnit::OutputTokens,
+                None => QuotaUnit::WeightedTokens,
+            },
+            (None, Cost::Fixed(_)) => QuotaUnit::Requests,
+            (None, Cost::Request { .. } | Cost::Response { .. }) => QuotaUnit::Stated,
+        }
     }
 
     /// Whether it depends on the body of requests.
@@ -335,6 +385,7 @@ fn read_rule(
     }
     check_layers(rule, &table, report);
     check_content_type(&table, "the rule", report);
+    check_body_style(&table, report);
     if let Some(item) = table.given("count_when").filter(|_| is_without_windows(rule, &table)) {
         let message = "`count_when` has no effect: the rule has no `windows`";
         report.missing(item.key_span, message, "add `windows`, or remove it");
@@ -353,6 +404,7 @@ fn read_rule(
     gateway_rule.refusal = RefusalResponse {
         status: settings.status,
         body: Body::new(settings.body, settings.content_type),
+        body_style: settings.body_style,
         retry_jitter_s: settings.retry_jitter.as_millis().div_ceil(1000) as u64,
     };
     gateway_rule.count_when = settings.count_when;

@@ -188,7 +188,7 @@ impl CompiledConfig {
         let claims = claims(&config);
         let token_hasher = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes, config.path_reading.trailing_slash);
-        let refusal_templates = config.rules.map(|rule| RefusalTemplate::new(&rule.refusal));
+        let refusal_templates = config.rules.map(RefusalTemplate::new);
         let api_keys = config.clients.as_ref().map_or(&[][..], |clients| &clients.api_key);
         let digester = config.counters.shared.as_ref().map(|shared| KeyDigester::new(&shared.digest_key(), api_keys));
         let digester = digester.map(Arc::new);
@@ -321,7 +321,7 @@ impl RouteRules {
         }
         RouteRules {
             rule_keys: charge_plan.rules().map(rule_key),
-            rate_limit_template: RateLimitTemplate::new(&charge_plan, |rule| config.rules[rule].rate_limit_style),
+            rate_limit_template: RateLimitTemplate::new(&charge_plan, |rule| &config.rules[rule]),
             response_costs,
             body_plan: BodyPlan::new(pointers),
             charge_plan,

@@ -4,15 +4,18 @@
 //! draft-ietf-httpapi-ratelimit-headers-11: one item per layer, with `q` the limit, `w` the window in seconds, `r` the
 //! remaining tokens, and `t` the seconds until the window ends, rounded up. `w` is a whole number: windows that are not whole
 //! seconds are stated as several windows that are, with as many times the limit. During a penalty, all layers of its rule have no
-//! tokens until the penalty ends. A limit of concurrent requests has `q`, `qu` and `r` only. The older `X-RateLimit-*`
-//! fields report only the layer nearest its limit; their reset is in seconds from now. Names are rendered at load.
+//! tokens until the penalty ends. A limit of concurrent requests has `q`, `qu` and `r` only. `qu` is the unit of a limit, if it counts
+//! anything else than requests. Other fields, such as `X-RateLimit-*`, report one layer only, the nearest to its limit:
+//! `NEAREST_FIELDS` lists them. Names are rendered at load.
 
 use std::ops::Range;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
+use jiff::Timestamp;
 use sfv::{List, ListEntry, Parser};
+use smallvec::SmallVec;
 
-use transom_config::rule::RateLimitStyle;
+use transom_config::rule::{GatewayRule, QuotaUnit, RateLimitStyle};
 use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision_context::DecisionContext;
@@ -23,13 +26,169 @@ use transom_limiter::window_kind::Usage;
 
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
-const LEGACY_LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
-const LEGACY_REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");
-const LEGACY_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
+
+/// Fields that report one layer: of the layers that they are about, the one with the fewest remaining tokens.
+#[derive(Debug)]
+struct NearestFields {
+    /// The rules that they are about.
+    style: RateLimitStyle,
+    units: &'static [QuotaUnit],
+    limit: HeaderName,
+    remaining: HeaderName,
+    reset: HeaderName,
+    reset_form: ResetForm,
+}
+
+/// How the end of a window is written.
+#[derive(Clone, Copy, Debug)]
+enum ResetForm {
+    /// Seconds from now, rounded up.
+    Seconds,
+    /// The time from now as Go writes durations: `20ms`, `1.5s`, `6m0s`.
+    Duration,
+    /// The time in RFC 3339, rounded up to whole seconds.
+    Timestamp,
+}
+
+const REQUESTS: &[QuotaUnit] = &[QuotaUnit::Requests];
+const INPUT: &[QuotaUnit] = &[QuotaUnit::InputTokens];
+const OUTPUT: &[QuotaUnit] = &[QuotaUnit::OutputTokens];
+const TOKENS: &[QuotaUnit] = &[QuotaUnit::Tokens, QuotaUnit::InputTokens, QuotaUnit::OutputTokens];
+const ALL: &[QuotaUnit] = &[
+    QuotaUnit::Requests,
+    QuotaUnit::Tokens,
+    QuotaUnit::InputTokens,
+    QuotaUnit::OutputTokens,
+    QuotaUnit::WeightedTokens,
+    QuotaUnit::Stated,
+];
+
+static NEAREST_FIELDS: [NearestFields; 7] = {
+    use RateLimitStyle::{Anthropic, Legacy, OpenAi};
+    use ResetForm::{Duration, Seconds, Timestamp};
+    [
+        NearestFields::new(Legacy, ALL, Seconds, "x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset"),
+        NearestFields::new(
+            OpenAi,
+            REQUESTS,
+            Duration,
+            "x-ratelimit-limit-requests",
+            "x-ratelimit-remaining-requests",
+            "x-ratelimit-reset-requests",
+        ),
+        NearestFields::new(
+            OpenAi,
+            TOKENS,
+            Duration,
+            "x-ratelimit-limit-tokens",
+            "x-ratelimit-remaining-tokens",
+            "x-ratelimit-reset-tokens",
+        ),
+        NearestFields::new(
+            Anthropic,
+            REQUESTS,
+            Timestamp,
+            "anthropic-ratelimit-requests-limit",
+            "anthropic-ratelimit-requests-remaining",
+            "anthropic-ratelimit-requests-reset",
+        ),
+        NearestFields::new(
+            Anthropic,
+            TOKENS,
+            Timestamp,
+            "anthropic-ratelimit-tokens-limit",
+            "anthropic-ratelimit-tokens-remaining",
+            "anthropic-ratelimit-tokens-reset",
+        ),
+        NearestFields::new(
+            Anthropic,
+            INPUT,
+            Timestamp,
+            "anthropic-ratelimit-input-tokens-limit",
+            "anthropic-ratelimit-input-tokens-remaining",
+            "anthropic-ratelimit-input-tokens-reset",
+        ),
+        NearestFields::new(
+            Anthropic,
+            OUTPUT,
+            Timestamp,
+            "anthropic-ratelimit-output-tokens-limit",
+            "anthropic-ratelimit-output-tokens-remaining",
+            "anthropic-ratelimit-output-tokens-reset",
+        ),
+    ]
+};
+
+impl NearestFields {
+    const fn new(
+        style: RateLimitStyle,
+        units: &'static [QuotaUnit],
+        reset_form: ResetForm,
+        limit: &'static str,
+        remaining: &'static str,
+        reset: &'static str,
+    ) -> NearestFields {
+        NearestFields {
+            style,
+            units,
+            limit: HeaderName::from_static(limit),
+            remaining: HeaderName::from_static(remaining),
+            reset: HeaderName::from_static(reset),
+            reset_form,
+        }
+    }
+
+    fn are_about(&self, rule: &ReportedRule) -> bool {
+        let has_style = match rule.style {
+            RateLimitStyle::Both => self.style == RateLimitStyle::Legacy,
+            style => self.style == style,
+        };
+        has_style && self.units.contains(&rule.unit)
+    }
+}
+
+impl ResetForm {
+    /// The end of a window at `reset_ms`.
+    fn value(self, reset_ms: u64, now_ms: u64) -> HeaderValue {
+        let text = match self {
+            ResetForm::Seconds => return number(seconds_until(reset_ms, now_ms)),
+            ResetForm::Duration => duration(reset_ms.saturating_sub(now_ms)),
+            ResetForm::Timestamp => timestamp(reset_ms.max(now_ms)),
+        };
+        // Digits, letters and punctuation, so the conversion succeeds.
+        HeaderValue::try_from(text).unwrap_or(const { HeaderValue::from_static("0") })
+    }
+}
+
+/// A duration as Go writes it, exact to the millisecond.
+fn duration(ms: u64) -> String {
+    if (1..1000).contains(&ms) {
+        return format!("{ms}ms");
+    }
+    let (hours, minutes, seconds, rest) = (ms / 3_600_000, ms / 60_000 % 60, ms / 1000 % 60, ms % 1000);
+    let mut text = match (hours, minutes) {
+        (0, 0) => format!("{seconds}"),
+        (0, _) => format!("{minutes}m{seconds}"),
+        (_, _) => format!("{hours}h{minutes}m{seconds}"),
+    };
+    if rest > 0 {
+        text.push_str(format!(".{rest:03}").trim_end_matches('0'));
+    }
+    text.push('s');
+    text
+}
+
+/// Unix milliseconds in RFC 3339, rounded up to whole seconds.
+fn timestamp(unix_ms: u64) -> String {
+    let second = i64::try_from(unix_ms.div_ceil(1000)).ok();
+    // No window ends beyond the calendar.
+    second.and_then(|second| Timestamp::from_second(second).ok()).unwrap_or(Timestamp::MAX).to_string()
+}
 
 /// Whether the gateway adds fields of this name to responses.
 pub fn is_rate_limit_field(name: &HeaderName) -> bool {
-    [RATELIMIT, RATELIMIT_POLICY, LEGACY_LIMIT, LEGACY_REMAINING, LEGACY_RESET].contains(name)
+    let mut nearest = NEAREST_FIELDS.iter().flat_map(|fields| [&fields.limit, &fields.remaining, &fields.reset]);
+    [RATELIMIT, RATELIMIT_POLICY].contains(name) || nearest.any(|known| known == name)
 }
 
 /// The layers that the responses of one route report, in the order of the configuration.
@@ -38,6 +197,8 @@ pub struct RateLimitTemplate {
     rules: Vec<ReportedRule>,
     layers: Vec<ReportedLayer>,
     concurrency: Vec<ReportedConcurrency>,
+    /// Those that are about some of the rules.
+    nearest: Vec<&'static NearestFields>,
 }
 
 /// A limit of concurrent requests that responses report.
@@ -54,6 +215,8 @@ struct ReportedConcurrency {
 #[derive(Debug)]
 struct ReportedRule {
     position: PlanPosition,
+    style: RateLimitStyle,
+    unit: QuotaUnit,
     /// The range of [`RateLimitTemplate::layers`] of each variant.
     variants: IdVec<VariantId, Range<usize>>,
 }
@@ -73,16 +236,18 @@ struct ReportedLayer {
     /// Tokens that can accumulate; remaining tokens are the capacity less the usage.
     capacity: u64,
     windows: Windows,
+    /// The parameter `qu`.
+    unit: Option<&'static str>,
     is_ietf: bool,
-    is_legacy: bool,
 }
 
 impl RateLimitTemplate {
     /// Shadow rules are not reported: clients would slow down for them.
-    pub fn new(charge_plan: &ChargePlan, style_of: impl Fn(RuleId) -> RateLimitStyle) -> RateLimitTemplate {
+    pub fn new<'r>(charge_plan: &ChargePlan, rule_of: impl Fn(RuleId) -> &'r GatewayRule) -> RateLimitTemplate {
         let (mut rules, mut layers, mut concurrency) = (Vec::new(), Vec::new(), Vec::new());
         for (position, rule) in charge_plan.compiled_rules() {
-            let style = style_of(charge_plan.rules()[position]);
+            let configured = rule_of(charge_plan.rules()[position]);
+            let (style, unit) = (configured.rate_limit_style, configured.quota_unit());
             if rule.rule.is_shadow() || style == RateLimitStyle::Off {
                 continue;
             }
@@ -101,8 +266,8 @@ impl RateLimitTemplate {
                 stated_windows: stated_windows(&limit.windows),
                 capacity: u64::from(limit.capacity()),
                 windows: limit.windows.clone(),
+                unit: unit.text(),
                 is_ietf,
-                is_legacy: matches!(style, RateLimitStyle::Legacy | RateLimitStyle::Both),
             };
             let mut variants = IdVec::new();
             for (variant, limits) in rule.variants() {
@@ -110,9 +275,11 @@ impl RateLimitTemplate {
                 layers.extend(limits.map(|(id, limit)| layer((variant, id, limit))));
                 variants.push(first..layers.len());
             }
-            rules.push(ReportedRule { position, variants });
+            rules.push(ReportedRule { position, style, unit, variants });
         }
-        RateLimitTemplate { rules, layers, concurrency }
+        let are_used = |fields: &&NearestFields| rules.iter().any(|rule| fields.are_about(rule));
+        let nearest = NEAREST_FIELDS.iter().filter(are_used).collect();
+        RateLimitTemplate { rules, layers, concurrency, nearest }
     }
 
     /// The limits of concurrent requests that apply to a request.
@@ -131,7 +298,15 @@ impl RateLimitTemplate {
         &'a self,
         context: &'a DecisionContext,
     ) -> impl Iterator<Item = (&'a ReportedLayer, &'a LayerCharge)> {
-        let layers = self.rules.iter().filter_map(|rule| {
+        self.applicable_of(self.rules.iter(), context)
+    }
+
+    fn applicable_of<'a>(
+        &'a self,
+        rules: impl Iterator<Item = &'a ReportedRule>,
+        context: &'a DecisionContext,
+    ) -> impl Iterator<Item = (&'a ReportedLayer, &'a LayerCharge)> {
+        let layers = rules.filter_map(|rule| {
             let keyed_request = context.inputs.keyed_requests.get(rule.position).copied().flatten()?;
             Some(&self.layers[rule.variants[keyed_request.variant].clone()])
         });
@@ -183,7 +358,10 @@ impl RateLimitTemplate {
             Some(policy) if all_default => Some(policy.clone()),
             _ => self.policy_of(context, text),
         };
-        fields.legacy = self.nearest(context, now_ms).map(Box::new);
+        if !self.nearest.is_empty() {
+            let nearest = self.nearest.iter().filter_map(|fields| self.nearest_limit(fields, context, now_ms));
+            fields.nearest = Some(Box::new(nearest.collect()));
+        }
         fields
     }
 
@@ -200,15 +378,23 @@ impl RateLimitTemplate {
     }
 
     /// The layer with the fewest remaining tokens; of several, the one whose window ends last.
-    fn nearest(&self, context: &DecisionContext, now_ms: u64) -> Option<LegacyFields> {
-        let reported = self.applicable(context).filter(|(layer, _)| layer.is_legacy);
+    fn nearest_limit(
+        &self,
+        fields: &'static NearestFields,
+        context: &DecisionContext,
+        now_ms: u64,
+    ) -> Option<NearestLimit> {
+        let rules = self.rules.iter().filter(|rule| fields.are_about(rule));
+        let reported = self.applicable_of(rules, context);
         let reported = reported.map(|(layer, charge)| (layer, layer.usage(charge, context)));
         let nearness =
             |(layer, usage): &(&ReportedLayer, Usage)| (layer.remaining(*usage), std::cmp::Reverse(usage.end_ms));
-        reported.min_by_key(nearness).map(|(layer, usage)| LegacyFields {
+        reported.min_by_key(nearness).map(|(layer, usage)| NearestLimit {
+            fields,
             limit: layer.limit,
             remaining: layer.remaining(usage),
-            reset_s: seconds_until(usage.end_ms, now_ms),
+            reset_ms: usage.end_ms,
+            now_ms,
         })
     }
 }
@@ -229,6 +415,11 @@ impl ReportedLayer {
         push_number(u64::from(self.limit) * self.stated_windows, text);
         text.extend_from_slice(b";w=");
         push_number(window_ms * self.stated_windows / 1000, text);
+        if let Some(unit) = self.unit {
+            text.extend_from_slice(b";qu=\"");
+            text.extend_from_slice(unit.as_bytes());
+            text.push(b'"');
+        }
     }
 
     fn write_state(&self, usage: Usage, now_ms: u64, text: &mut Vec<u8>) {
@@ -270,15 +461,19 @@ impl ReportedConcurrency {
 pub struct RateLimitFields {
     policy: Option<HeaderValue>,
     state: Option<HeaderValue>,
-    /// Boxed, since few configurations use the legacy fields.
-    legacy: Option<Box<LegacyFields>>,
+    /// Boxed, since few configurations use them.
+    nearest: Option<Box<SmallVec<[NearestLimit; 4]>>>,
 }
 
+/// The layer that some fields report.
 #[derive(Clone, Debug)]
-struct LegacyFields {
+struct NearestLimit {
+    fields: &'static NearestFields,
     limit: u32,
     remaining: u64,
-    reset_s: u64,
+    /// The end of the window, Unix milliseconds, as the present.
+    reset_ms: u64,
+    now_ms: u64,
 }
 
 impl RateLimitFields {
@@ -291,17 +486,18 @@ impl RateLimitFields {
         self
     }
 
-    /// Adds the fields to a response. Lists of items from the upstream are kept and extended.
+    /// Adds the fields to a response. Lists of items from the upstream are kept and extended; the other fields are replaced.
     pub fn add_to(self, headers: &mut HeaderMap) {
         for (name, value) in [(RATELIMIT_POLICY, self.policy), (RATELIMIT, self.state)] {
             if let Some(value) = value {
                 append_list(headers, name, value);
             }
         }
-        if let Some(legacy) = self.legacy {
-            headers.insert(LEGACY_LIMIT, number(u64::from(legacy.limit)));
-            headers.insert(LEGACY_REMAINING, number(legacy.remaining));
-            headers.insert(LEGACY_RESET, number(legacy.reset_s));
+        for NearestLimit { fields, limit, remaining, reset_ms, now_ms } in self.nearest.into_iter().flat_map(|all| *all)
+        {
+            headers.insert(fields.limit.clone(), number(u64::from(limit)));
+            headers.insert(fields.remaining.clone(), number(remaining));
+            headers.insert(fields.reset.clone(), fields.reset_form.value(reset_ms, now_ms));
         }
     }
 }
@@ -383,6 +579,56 @@ mod tests {
         for value in (0..10_100).chain([99_999, 100_000, u64::MAX]) {
             assert_eq!(number(value), value.to_string().as_str());
         }
+    }
+
+    #[test]
+    fn durations_are_those_of_go() {
+        for (ms, text) in [
+            (0, "0s"),
+            (1, "1ms"),
+            (20, "20ms"),
+            (999, "999ms"),
+            (1000, "1s"),
+            (1001, "1.001s"),
+            (8640, "8.64s"),
+            (59_900, "59.9s"),
+            (60_000, "1m0s"),
+            (86_400, "1m26.4s"),
+            (360_000, "6m0s"),
+            (3_599_999, "59m59.999s"),
+            (3_600_000, "1h0m0s"),
+            (366 * 86_400_000, "8784h0m0s"),
+        ] {
+            assert_eq!(duration(ms), text);
+            assert_eq!(ResetForm::Duration.value(5000 + ms, 5000), text);
+        }
+        // A window that has ended meanwhile.
+        assert_eq!(ResetForm::Duration.value(1, 2), "0s");
+    }
+
+    #[test]
+    fn timestamps_are_whole_seconds() {
+        for (ms, text) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (1, "1970-01-01T00:00:01Z"),
+            (784_111_777_000, "1994-11-06T08:49:37Z"),
+            (784_111_777_001, "1994-11-06T08:49:38Z"),
+            (1_709_164_800_000, "2024-02-29T00:00:00Z"),
+        ] {
+            assert_eq!(ResetForm::Timestamp.value(ms, 0), text);
+        }
+        assert_eq!(ResetForm::Timestamp.value(0, 784_111_777_000), "1994-11-06T08:49:37Z");
+        assert!(!timestamp(u64::MAX).is_empty());
+    }
+
+    #[test]
+    fn each_field_has_one_meaning() {
+        let names = || NEAREST_FIELDS.iter().flat_map(|fields| [&fields.limit, &fields.remaining, &fields.reset]);
+        for name in names() {
+            assert_eq!(names().filter(|other| *other == name).count(), 1, "{name}");
+            assert!(is_rate_limit_field(name));
+        }
+        assert!(!is_rate_limit_field(&http::header::RETRY_AFTER));
     }
 
     #[test]

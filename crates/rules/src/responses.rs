@@ -19,7 +19,8 @@ use transom_http::http1_head::{self, Framing};
 use transom_http::request_id::{RequestId, X_REQUEST_ID};
 
 use transom_config::key_kind::INVALID_TOKEN;
-use transom_config::response_body::{Body, RefusalVariable, split_refusal_variables};
+use transom_config::response_body::{Body, BodyStyle, RefusalVariable, split_refusal_variables};
+use transom_config::rule::GatewayRule;
 use transom_limiter::charge_plan::{LayerCharge, LayerRef};
 use transom_limiter::concurrency::{ConcurrencyUsage, SlotState};
 use transom_limiter::decision_context::DecisionContext;
@@ -34,6 +35,9 @@ const HTML: HeaderValue = HeaderValue::from_static("text/html; charset=utf-8");
 const EVENT_STREAM: HeaderValue = HeaderValue::from_static("text/event-stream");
 const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
 const RESOURCE_POLICY: HeaderName = HeaderName::from_static("cross-origin-resource-policy");
+/// Fields that SDKs of model APIs read, beside `Retry-After`.
+const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
+const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 /// The usual methods. Routes accept every method other than CONNECT and TRACE.
 const ALLOW: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS");
 const QUOTA_EXCEEDED: &str = "Request cannot be satisfied as assigned quota has been exceeded";
@@ -67,6 +71,11 @@ enum RefusalBody {
         body: Bytes,
     },
     Template(BodyTemplate),
+    /// An error of a model API: for a request that may be retried, and for one that costs more than the limit.
+    Api {
+        retryable: BodyTemplate,
+        never: BodyTemplate,
+    },
 }
 
 /// A configured body with variables.
@@ -124,6 +133,28 @@ struct RefusalValues<'v> {
 }
 
 impl BodyTemplate {
+    fn new(text: &str, content_type: HeaderValue, syntax: Syntax) -> BodyTemplate {
+        let pieces = split_refusal_variables(text).into_iter();
+        let pieces = pieces.map(|(literal, variable)| (literal.to_owned(), variable)).collect();
+        BodyTemplate { content_type, syntax, pieces }
+    }
+
+    /// The error of a model API.
+    fn of_api(style: BodyStyle, by_usage: bool, message: &str) -> BodyTemplate {
+        let text = match style {
+            BodyStyle::OpenAi => {
+                let kind = if by_usage { "tokens" } else { "requests" };
+                format!(
+                    "{{\"error\": {{\"message\": \"{message}\", \"type\": \"{kind}\", \"param\": null, \"code\": \"rate_limit_exceeded\"}}}}\n"
+                )
+            }
+            BodyStyle::Anthropic => format!(
+                "{{\"type\": \"error\", \"error\": {{\"type\": \"rate_limit_error\", \"message\": \"{message}\"}}}}\n"
+            ),
+        };
+        BodyTemplate::new(&text, JSON, Syntax::Json)
+    }
+
     fn write(&self, values: &RefusalValues, text: &mut Vec<u8>) {
         text.clear();
         for (literal, variable) in &self.pieces {
@@ -152,20 +183,26 @@ impl BodyTemplate {
 }
 
 impl RefusalTemplate {
-    pub fn new(refusal: &transom_config::rule::RefusalResponse) -> RefusalTemplate {
+    pub fn new(rule: &GatewayRule) -> RefusalTemplate {
+        let refusal = &rule.refusal;
         // The configuration check rejects numbers that are no status.
         let status = refusal.status.and_then(|status| StatusCode::from_u16(status).ok());
         let status = status.unwrap_or(StatusCode::TOO_MANY_REQUESTS);
         let custom = refusal.body.as_ref().and_then(|body| {
             let content_type = HeaderValue::from_str(&body.content_type).ok()?;
-            let pieces = split_refusal_variables(&body.text);
-            if pieces.len() == 1 {
+            if split_refusal_variables(&body.text).len() == 1 {
                 return Some(RefusalBody::Custom { content_type, body: Bytes::from(body.text.clone()) });
             }
-            let pieces = pieces.into_iter().map(|(literal, variable)| (literal.to_owned(), variable)).collect();
             let syntax = Syntax::of(&body.content_type);
-            Some(RefusalBody::Template(BodyTemplate { content_type, syntax, pieces }))
+            Some(RefusalBody::Template(BodyTemplate::new(&body.text, content_type, syntax)))
         });
+        let of_api = |style: BodyStyle| {
+            let body = |message| BodyTemplate::of_api(style, rule.usage.is_some(), message);
+            let retryable = body("Rate limit {window} reached: limit {limit}. Please try again in {retry_after}s.");
+            let never = body("Request too large for rate limit {window}: limit {limit}. Waiting does not help.");
+            RefusalBody::Api { retryable, never }
+        };
+        let custom = custom.or(refusal.body_style.map(of_api));
         let problem = |title: &str, detail: &str| {
             let problem_type = "https://iana.org/assignments/http-problem-types#quota-exceeded";
             let status = status.as_u16();
@@ -236,25 +273,28 @@ pub fn refusal_response(
     let retry_ms = verdicts.retry_at_ms(now_ms);
     let jitter_s = if template.retry_jitter_s > 0 { fastrand::u64(..=template.retry_jitter_s) } else { 0 };
     let retry_after_s = retry_ms.map(|retry_ms| seconds_until(retry_ms, now_ms).max(1) + jitter_s);
+    let from_template = |body: &BodyTemplate, text: &mut Vec<u8>| {
+        let rule = verdict.rule();
+        let values = RefusalValues {
+            retry_after_s,
+            limit: match longest {
+                // A lock-out, which is in no variant, admits nothing.
+                Some(window) if window.is_penalty() => 0,
+                Some(window) => window.limit(),
+                None => verdict.slots().map_or(0, |usage| usage.limit),
+            },
+            window: longest.map_or(rule.concurrent_name().unwrap_or_default(), WindowVerdict::name),
+            rule: &rule.rule.name,
+            request_id: id.map(RequestId::to_value),
+        };
+        body.write(&values, text);
+        (body.content_type.clone(), Bytes::copy_from_slice(text))
+    };
     let (content_type, body) = match &template.body {
         RefusalBody::Custom { content_type, body } => (content_type.clone(), body.clone()),
-        RefusalBody::Template(body) => {
-            let rule = verdict.rule();
-            let values = RefusalValues {
-                retry_after_s,
-                limit: match longest {
-                    // A lock-out, which is in no variant, admits nothing.
-                    Some(window) if window.is_penalty() => 0,
-                    Some(window) => window.limit(),
-                    None => verdict.slots().map_or(0, |usage| usage.limit),
-                },
-                window: longest.map_or(rule.concurrent_name().unwrap_or_default(), WindowVerdict::name),
-                rule: &rule.rule.name,
-                request_id: id.map(RequestId::to_value),
-            };
-            body.write(&values, text);
-            (body.content_type.clone(), Bytes::copy_from_slice(text))
-        }
+        RefusalBody::Template(body) => from_template(body, text),
+        RefusalBody::Api { retryable, .. } if retry_after_s.is_some() => from_template(retryable, text),
+        RefusalBody::Api { never, .. } => from_template(never, text),
         RefusalBody::Problem { retryable, never } => {
             text.clear();
             text.extend_from_slice(if retry_after_s.is_some() { retryable } else { never });
@@ -280,6 +320,20 @@ pub fn refusal_response(
     headers.insert(header::CONTENT_LENGTH, number(body.len() as u64));
     if let Some(retry_after_s) = retry_after_s {
         headers.insert(header::RETRY_AFTER, number(retry_after_s));
+    }
+    if let RefusalBody::Api { .. } = template.body {
+        match retry_ms {
+            Some(retry_ms) => {
+                // When a slot becomes free is unknown: as `Retry-After`.
+                let wait_ms = if retry_ms > now_ms { retry_ms - now_ms } else { 1000 };
+                // Random within the last of the random seconds, too.
+                let jitter_ms = (jitter_s * 1000).saturating_sub(fastrand::u64(..1000));
+                headers.insert(RETRY_AFTER_MS, number(wait_ms + jitter_ms));
+            }
+            None => {
+                headers.insert(SHOULD_RETRY, const { HeaderValue::from_static("false") });
+            }
+        }
     }
     fields.add_to(&mut headers);
     let mut response = Response::new(body);

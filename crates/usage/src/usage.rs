@@ -60,6 +60,15 @@ impl Usage {
     }
 }
 
+/// Tokens that weights count once each.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CountedTokens {
+    /// Input and output.
+    All,
+    Input,
+    Output,
+}
+
 /// The factor of each kind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Weights([Decimal; 5]);
@@ -74,6 +83,20 @@ impl Weights {
     /// `given`: the weight of a kind, if it has one.
     pub fn new(given: impl Fn(Kind) -> Option<Decimal>) -> Weights {
         Weights(Kind::ALL.map(|kind| given(kind).or_else(|| given(kind.fallback())).unwrap_or(Decimal::ONE)))
+    }
+
+    /// The tokens whose number the weighted sum is; `None`: it is an amount of another kind, such as money. Kinds that differ from
+    /// input or output in the price alone, such as input from a cache, may have any weight beside it.
+    pub fn counted_tokens(&self) -> Option<CountedTokens> {
+        let [input, cached_input, cache_write, output, reasoning] = self.0;
+        match (input, output) {
+            (Decimal::ONE, Decimal::ONE) => Some(CountedTokens::All),
+            (Decimal::ONE, Decimal::ZERO) if reasoning == Decimal::ZERO => Some(CountedTokens::Input),
+            (Decimal::ZERO, Decimal::ONE) if [cached_input, cache_write] == [Decimal::ZERO; 2] => {
+                Some(CountedTokens::Output)
+            }
+            _ => None,
+        }
     }
 
     /// The weighted sum, rounded up. A cost beyond `u32::MAX` is `u32::MAX`.
@@ -128,6 +151,12 @@ impl ModelWeights {
         self.patterns.iter().find(matches).map_or(&self.default, |(_, weights)| weights)
     }
 
+    /// As [`Weights::counted_tokens`], if that is the same for all models.
+    pub fn counted_tokens(&self) -> Option<CountedTokens> {
+        let counted = self.default.counted_tokens();
+        counted.filter(|_| self.patterns.iter().all(|(_, weights)| weights.counted_tokens() == counted))
+    }
+
     /// Whether the model makes no difference.
     pub fn is_for_all(&self) -> bool {
         self.patterns.is_empty()
@@ -159,6 +188,31 @@ mod tests {
         assert_eq!(all.cost(&usage([u64::MAX; 5])), u32::MAX);
         let names = Kind::ALL.map(Kind::name);
         assert_eq!(names, ["input", "cached_input", "cache_write", "output", "reasoning"]);
+    }
+
+    #[test]
+    fn weights_of_one_count_tokens() {
+        use CountedTokens::{All, Input, Output};
+        for (given, counted) in [
+            (&[][..], Some(All)),
+            (&[(Kind::CachedInput, "0.1"), (Kind::CacheWrite, "1.25")], Some(All)),
+            (&[(Kind::Output, "0")], Some(Input)),
+            (&[(Kind::CachedInput, "0"), (Kind::Output, "0.0")], Some(Input)),
+            (&[(Kind::Output, "0"), (Kind::Reasoning, "1")], None),
+            (&[(Kind::Input, "0")], Some(Output)),
+            (&[(Kind::Input, "0"), (Kind::CacheWrite, "1")], None),
+            (&[(Kind::Input, "0"), (Kind::Output, "0")], None),
+            (&[(Kind::Output, "4")], None),
+            (&[(Kind::Input, "2"), (Kind::Output, "2")], None),
+        ] {
+            assert_eq!(weights(given).counted_tokens(), counted, "{given:?}");
+        }
+        let of_model = |given: &[(Kind, &str)]| {
+            let pattern = (NamePattern::parse("a*").unwrap(), weights(given));
+            ModelWeights::new(vec![pattern], Some(weights(&[(Kind::Output, "0")]))).counted_tokens()
+        };
+        assert_eq!(of_model(&[(Kind::CachedInput, "0.5"), (Kind::Output, "0")]), Some(Input));
+        assert_eq!(of_model(&[]), None);
     }
 
     #[test]
