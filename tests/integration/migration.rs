@@ -1,7 +1,7 @@
 //! The guides for users of other products: their configurations can be read, and ours limit as the guides say.
 //!
 //! nginx, HAProxy and Envoy check theirs themselves, except for the descriptors of Envoy's rate limit service. Those, and the
-//! configurations of Kong, Traefik and Cloudflare, are parsed as YAML or JSON, and state the limits that ours have. The code for
+//! configurations of Kong, LiteLLM, Traefik and Cloudflare, are parsed as YAML or JSON, and state the limits that ours have. The code for
 //! Convex is not checked.
 
 use std::io::Write;
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::support::client::Client;
+use crate::support::client::{Client, HttpResponse};
 use crate::support::external_scripts::python;
 use crate::support::gateway::Gateway;
 use crate::support::ratelimit_parser::remaining;
@@ -205,6 +205,46 @@ fn the_limits_of_kong_hold() {
     assert_eq!((by_key("initech-secret", 40), by_key("acme-secret", 40)), (33, 40));
     gateway.get_with("/api/a", &[("x-api-key", "invented")]).expect(401);
     gateway.get("/api/a").expect(401);
+}
+
+#[test]
+fn the_limits_of_litellm_hold() {
+    let theirs: Value = serde_json::from_str(&guide_blocks("from-litellm", "json")[0]).unwrap();
+    let stated = |request: &str, limit: &str| theirs[request][limit].as_u64().unwrap();
+    let digests = ["sk-first", "sk-second"].map(|key| transom_limiter::secret_digest::Digest::of(key.as_bytes()));
+    let clients = format!("[clients.search]\nplan = \"team\"\napi_keys = [\"{}\", \"{}\"]\n", digests[0], digests[1]);
+    let usage = br#"{"usage":{"prompt_tokens":800,"completion_tokens":200}}"#;
+    let upstream = Upstream::responding(move |_| reply(200, &[("Content-Type", "application/json")], usage));
+    let (gateway, _upstream) = gateway_before("from-litellm", &clients, upstream);
+    let ask = |key: &str, model: &str| {
+        let body = json!({ "model": model, "max_tokens": 200 }).to_string();
+        let fields = [("Authorization", format!("Bearer {key}"))];
+        let fields = fields.each_ref().map(|(name, value)| (*name, value.as_str()));
+        gateway.client().request("POST", "/v1/chat/completions", &fields, body.as_bytes())
+    };
+    let state = |response: &HttpResponse| {
+        let field = |name: &str| response.field(name).unwrap().parse::<u64>().unwrap();
+        ["limit", "remaining"]
+            .map(|what| ["requests", "tokens"].map(|unit| field(&format!("x-ratelimit-{what}-{unit}"))))
+    };
+    // The key is nearer its limits than its team.
+    let limits = ["rpm_limit", "tpm_limit"].map(|limit| stated("/key/generate", limit));
+    let reserved = 200 + json!({ "model": "gpt-5", "max_tokens": 200 }).to_string().len().div_ceil(4) as u64;
+    assert_eq!(state(&ask("sk-first", "gpt-5").expect(200)), [limits, [limits[0] - 1, limits[1] - reserved]]);
+    let of_model = theirs["/key/generate"]["model_rpm_limit"]["gpt-5"].as_u64().unwrap();
+    assert_eq!((1..10).filter(|_| ask("sk-first", "gpt-5").status == 200).count() as u64, of_model - 1);
+    assert_eq!(ask("sk-first", "gpt-5").expect(429).json()["error"]["code"], "rate_limit_exceeded");
+    // Each request costs 1000 tokens.
+    let tokens = |key: &str| (0..50).filter(|_| ask(key, "other").status == 200).count() as u64;
+    assert_eq!((tokens("sk-first"), tokens("sk-second")), (limits[1] / 1000 - of_model, limits[1] / 1000));
+    let used = |rule: &str| {
+        let (query, host) = (json!({ "rule": rule, "client": "search" }).to_string(), gateway.admin.to_string());
+        let fields = [("Host", host.as_str())];
+        let state = Client::connect(gateway.admin).request("POST", "/v1/value", &fields, query.as_bytes());
+        state.expect(200).json()["count"].clone()
+    };
+    assert_eq!((used("team"), used("team-tokens")), (json!(2 * limits[1] / 1000), json!(2 * limits[1])));
+    assert_eq!(ask("sk-invented", "other").status, 401);
 }
 
 #[test]
