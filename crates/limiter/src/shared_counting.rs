@@ -298,6 +298,35 @@ impl ChargePlan {
         }
     }
 
+    /// Makes charges of leases, except those at the positions `stated`, state the usage of their counter as far as it is known, as
+    /// that of the lease says nothing about it.
+    pub fn state_known_usage_of_leases<const W: usize>(
+        &self,
+        table: &Table<W>,
+        now_ms: u64,
+        context: &mut DecisionContext,
+        first: usize,
+        stated: &[usize],
+    ) {
+        let keyed_requests = &context.inputs.keyed_requests;
+        for (i, charge) in context.result.charges.iter_mut().enumerate().skip(first) {
+            let (Some(keyed_request), CountingMode::Leased) = (keyed_requests[charge.layer.position], charge.mode)
+            else {
+                continue;
+            };
+            if stated.contains(&i) {
+                continue;
+            }
+            let layer = self.layer(charge.layer);
+            let left = charge.request.ceiling.saturating_sub(charge.usage.used);
+            charge.request.ceiling = layer.capacity.into();
+            charge.usage.used = 0;
+            if let Some((end_ms, used)) = table.known_usage(layer.counter(keyed_request), now_ms) {
+                charge.usage = Usage { used: u64::from(used).saturating_sub(left), end_ms };
+            }
+        }
+    }
+
     /// Makes charges of leases that lacked tokens state the capacity of the layer, and as little usage as they know of, unless they
     /// state the usage of the counter already.
     pub fn state_capacity_of_leases(&self, context: &mut DecisionContext, first: usize) {

@@ -677,8 +677,9 @@ impl SharedDecision {
             self.context.truncate(first);
             return None;
         }
-        if self.is_known_refusal(charge_plan, &missing) {
-            return self.refuse(charge_plan, first);
+        let refused = self.known_refusals(charge_plan, &missing);
+        if !refused.is_empty() {
+            return self.refuse_lease(charge_plan, first, &refused);
         }
         if self.opens_windows(charge_plan, &missing) {
             self.context.truncate(first);
@@ -688,7 +689,7 @@ impl SharedDecision {
         let began = Instant::from_std(self.shared.clock.instant());
         // Which of them the store refuses is not known yet.
         missing.iter().for_each(|i| self.context.result.charges[*i].is_full = false);
-        let mut is_refused = false;
+        let mut refused = Vec::new();
         for in_flight in &calls_in_flight {
             let is_fetched = |i: &usize| {
                 self.counter_of(charge_plan, *i).is_some_and(|counter| in_flight.includes(counter_id(counter)))
@@ -701,17 +702,26 @@ impl SharedDecision {
             match reply {
                 Some(true) => {
                     self.take_undeposited(charge_plan, &fetched, in_flight);
-                    is_refused |= are_own && self.is_refused(charge_plan, &fetched, in_flight);
+                    if are_own {
+                        refused.extend(self.refused_fetches(charge_plan, &fetched, in_flight));
+                    }
                 }
                 Some(false) => self.skip_store(&self.rules_of(&fetched)),
                 None => self.time_out(&self.rules_of(&fetched), began),
             }
         }
-        if is_refused {
-            return self.refuse(charge_plan, first);
+        if !refused.is_empty() {
+            return self.refuse_lease(charge_plan, first, &refused);
         }
         self.context.truncate(first);
         None
+    }
+
+    /// Refuses the charges from `first` on, of which those at the positions `refused` state the usage of their counters.
+    fn refuse_lease(&mut self, charge_plan: &ChargePlan, first: usize, refused: &[usize]) -> Option<NextStep> {
+        let (table, now_ms) = (&self.shared.table, self.shared.clock.now().unix_ms);
+        charge_plan.state_known_usage_of_leases(table, now_ms, &mut self.context, first, refused);
+        self.refuse(charge_plan, first)
     }
 
     fn rules_of(&self, charges: &[usize]) -> Vec<PlanPosition> {
@@ -728,22 +738,26 @@ impl SharedDecision {
             .map(|keyed_request| charge_plan.layer(layer_ref).counter(keyed_request))
     }
 
-    /// Whether the store is known to refuse missing tokens of a sliding window; the refusal is then recorded in the context.
-    fn is_known_refusal(&mut self, charge_plan: &ChargePlan, missing: &[usize]) -> bool {
+    /// Charges of sliding windows whose missing tokens the store is known to refuse; they then state its usage.
+    fn known_refusals(&mut self, charge_plan: &ChargePlan, missing: &[usize]) -> Vec<usize> {
         let now_ms = self.shared.clock.now().unix_ms;
         let known = |i: &usize| {
             let counter = self.counter_of(charge_plan, *i)?;
             let charge = &self.context.result.charges[*i];
             self.shared.known_refusal(counter, lacking_tokens(charge), charge.request.limit, now_ms)
         };
-        let known: Vec<Option<Usage>> = missing.iter().map(known).collect();
-        let is_known = known.iter().any(Option::is_some);
-        for (i, usage) in missing.iter().zip(known).filter(|_| is_known) {
-            let charge = &mut self.context.result.charges[*i];
-            charge.is_full = usage.is_some();
-            charge.usage = usage.unwrap_or(charge.usage);
+        let refused: Vec<(usize, Usage)> = missing.iter().filter_map(|i| Some((*i, known(i)?))).collect();
+        if refused.is_empty() {
+            return Vec::new();
         }
-        is_known
+        for i in missing {
+            self.context.result.charges[*i].is_full = false;
+        }
+        for (i, usage) in &refused {
+            let charge = &mut self.context.result.charges[*i];
+            (charge.is_full, charge.usage) = (true, *usage);
+        }
+        refused.into_iter().map(|(i, _)| i).collect()
     }
 
     /// Whether fetched tokens would open windows although the store may refuse the request in another call. It then decides the
@@ -875,11 +889,16 @@ impl SharedDecision {
         }
     }
 
-    /// Whether the store has refused, and the table does not say so: it is too full, or the windows slide. The refusal is
-    /// then recorded in the context.
-    fn is_refused(&mut self, charge_plan: &ChargePlan, fetched: &[usize], in_flight: &InFlightFetch) -> bool {
+    /// Charges whose tokens the store has refused, and of which the table does not say so: it is too full, or the windows slide. They
+    /// then state the usage of the store.
+    fn refused_fetches(
+        &mut self,
+        charge_plan: &ChargePlan,
+        fetched: &[usize],
+        in_flight: &InFlightFetch,
+    ) -> Vec<usize> {
         let (refused, now_ms) = (in_flight.refused.borrow(), self.shared.clock.now().unix_ms);
-        let mut is_refused = false;
+        let mut refused_charges = Vec::new();
         for i in fetched {
             let Some(counter) = self.counter_of(charge_plan, *i) else { continue };
             let reply = refused.iter().find(|(id_, _)| *id_ == counter_id(counter)).map(|(_, reply)| reply);
@@ -895,10 +914,10 @@ impl SharedDecision {
                     let (limit, usage) = (charge.request.limit, charge.usage);
                     self.shared.note_refusal(counter, Some(Refusal { need, limit, usage }));
                 }
-                is_refused = true;
+                refused_charges.push(*i);
             }
         }
-        is_refused
+        refused_charges
     }
 }
 
@@ -1462,6 +1481,25 @@ mod tests {
                 let charge = &context.result.charges[0];
                 assert!(matches!(decision, Decision::Refused) && charge.is_full);
                 assert_eq!((charge.usage.used, charge.request.ceiling), (5, 5));
+            }
+        });
+    }
+
+    #[test]
+    fn a_refusal_of_a_sliding_window_states_the_usage_of_other_windows() {
+        run(async {
+            let worker = TestWorker::new(&[sliding("5/hour"), leased(&["1000/hour"])]).await;
+            for _ in 0..5 {
+                assert_eq!(worker.decide("a", 1).await, Some(true));
+            }
+            worker.settled_calls().await;
+            // The first refusal is that of the store, the others repeat it.
+            for _ in 0..3 {
+                let (decision, context) = worker.outcome("a", 1).await.unwrap();
+                let [sliding, quota] = &context.result.charges[..] else { panic!("a charge for each rule") };
+                assert!(matches!(decision, Decision::Refused) && sliding.is_full && !quota.is_full);
+                assert_eq!((sliding.usage.used, quota.usage.used, quota.request.ceiling), (5, 5, 1000));
+                worker.settled_calls().await;
             }
         });
     }
