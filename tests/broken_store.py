@@ -23,6 +23,12 @@ MISTAKES = [
         "let RefundTarget { kind, mut number, limit, .. } = *self;\n        number += 1;",
     ),
     (
+        "a refund gives the place of requests that wait to others",
+        "shared_counters.rs",
+        "rule.rule.delays().then_some(layer.request.limit.into())",
+        "rule.rule.delays().then_some(u64::from(layer.request.limit) + 9)",
+    ),
+    (
         "leased tokens outlast their window",
         "token_fetch.rs",
         "match self.table.deposit(fetch.counter, lease_end_ms, tokens, now_ms) {",

@@ -95,7 +95,7 @@ fn each_counter_is_requested_from_its_slots_node() {
                 number: 1,
                 limit: 9,
                 tokens: 1,
-                only_if_used: None,
+                used_max: None,
             })
             .collect();
         assert_eq!(store.refund(&refunds).await, Ok(30));

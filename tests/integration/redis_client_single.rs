@@ -164,7 +164,7 @@ fn only_refunded_tokens_can_be_acquired_again() {
             number,
             limit: 10,
             tokens,
-            only_if_used: None,
+            used_max: None,
         };
         let all = |request: CounterRequest| CounterRequest { need: 8, want: 8, ..request };
         store.acquire(&[all(plain_request("t:{a}", 1, 10)), all(grid_request("t:{a}", 1, 10))], 0).await.unwrap();
@@ -195,9 +195,11 @@ fn only_refunded_tokens_can_be_acquired_again() {
         assert_eq!(redis.cli(&["HGET", "t:{c}:account", "used"]), "21");
         assert_eq!(store.refund(&[refund("t:{c}", WindowKind::Accumulating, 1, 20)]).await, Ok(0));
         assert_eq!(store.refund(&[refund("t:{c}", WindowKind::Accumulating, 1, 25)]).await, Ok(5));
-        // Reserved tokens: only if no later charge exists.
-        let reserved = |used| Refund { only_if_used: Some(used), ..refund("t:{c}", WindowKind::Accumulating, 3, 6) };
-        assert_eq!(store.refund(&[reserved(17)]).await, Ok(0));
+        // Where requests wait: only if none waits behind the charge, and only in its window.
+        let of_former = Refund { used_max: Some(100), ..refund("t:{c}", WindowKind::Accumulating, 1, 25) };
+        assert_eq!(store.refund(&[of_former]).await, Ok(0));
+        let reserved = |used| Refund { used_max: Some(used), ..refund("t:{c}", WindowKind::Accumulating, 3, 6) };
+        assert_eq!(store.refund(&[reserved(15)]).await, Ok(0));
         assert_eq!(store.refund(&[reserved(16)]).await, Ok(6));
         let replies = expect_granted(store.acquire(&[all(floating_request("t:{d}", 60_000, 10))], 0).await.unwrap());
         assert_eq!(store.refund(&[refund("t:{d}", WindowKind::Floating, replies[0].number + 1, 8)]).await, Ok(0));

@@ -124,7 +124,7 @@ impl Model {
         let Some(counter) = self.counters.get_mut(&counter_key) else { return 0 };
         let limit = u64::from(LIMITS[at]);
         let back = match KINDS[at] {
-            _ if only && (counter.used != taken.used || counter.mark != taken.number) => 0,
+            _ if only && (counter.used > taken.used || counter.mark != taken.number) => 0,
             WindowKind::Accumulating => tokens.saturating_sub(limit * (counter.mark - taken.number)),
             WindowKind::Floating if counter.mark != taken.number => 0,
             WindowKind::Plain | WindowKind::Floating | WindowKind::Sliding | WindowKind::Leased => tokens,
@@ -172,16 +172,9 @@ async fn run_actions(store: &RedisClient, server: &mut redis::Connection, action
                 let Some(&(at, replies)) = taken.iter().rev().nth(back) else { continue };
                 let tokens = tokens.min(replies.granted);
                 let (kind, base, limit) = (KINDS[at], Rc::from(BASES[at]), LIMITS[at]);
-                let only_if_used = only.then_some(replies.used);
-                let refund = Refund {
-                    key_base: base,
-                    kind,
-                    number: replies.number,
-                    limit,
-                    tokens,
-                    only_if_used,
-                    deletes: false,
-                };
+                let used_max = only.then_some(replies.used);
+                let refund =
+                    Refund { key_base: base, kind, number: replies.number, limit, tokens, used_max, deletes: false };
                 assert_eq!(store.refund(&[refund]).await.unwrap(), model.refund(at, replies, tokens, only));
             }
             Action::Pass { windows, ms } => {

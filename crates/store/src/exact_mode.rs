@@ -692,8 +692,8 @@ impl SharedDecision {
         let with_usage = refunds.into_iter().zip(used);
         // A refund of a reservation must not move later reservations.
         let guarded = |((rule, refund), used): ((PlanPosition, Refund), u64)| {
-            let only_if_used = (times[rule] > now_ms).then_some(used);
-            (rule, Refund { only_if_used, ..refund })
+            let used_max = refund.used_max.or((times[rule] > now_ms).then_some(used));
+            (rule, Refund { used_max, ..refund })
         };
         self.progress.refunds.extend(with_usage.map(guarded));
     }

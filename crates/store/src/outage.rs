@@ -813,6 +813,7 @@ mod tests {
                     kind: WindowKind::Plain,
                     number: 500_000,
                     limit: 9,
+                    used_max: None,
                     end_ms: u64::MAX,
                 };
                 worker.shared.kept_refunds.keep(vec![target.refund(1)]);

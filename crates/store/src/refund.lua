@@ -17,7 +17,7 @@ for i = 1, #KEYS do
   elseif kind == 'p' then
     local reply = redis.pcall('GET', key)
     local used = type(reply) == 'string' and string.find(reply, '^[1-9]%d*$') and tonumber(reply)
-    if used and used <= 9007199254740991 and (only == '' or tonumber(only) == used) then
+    if used and used <= 9007199254740991 and (only == '' or used <= tonumber(only)) then
       amount = math.min(tokens, used)
       if amount > 0 then redis.call('DECRBY', key, string.format('%.0f', amount)) end
     end
@@ -31,7 +31,7 @@ for i = 1, #KEYS do
         elseif kind == 'g' and current > mark then
           amount = tokens - limit * (current - mark)
         end
-      elseif current == mark and used == tonumber(only) then
+      elseif current == mark and used <= tonumber(only) then
         amount = tokens
       end
       amount = math.min(amount, used)

@@ -223,7 +223,7 @@ mod tests {
     const ID: CounterId = (1, 2);
 
     fn target(number: u64, end_ms: u64) -> RefundTarget {
-        RefundTarget { key_base: "k".into(), kind: WindowKind::Sliding, number, limit: 9, end_ms }
+        RefundTarget { key_base: "k".into(), kind: WindowKind::Sliding, number, limit: 9, used_max: None, end_ms }
     }
 
     fn taken(usage: &ReportedUsage, tokens: u64, now_ms: u64) -> (Vec<(u64, u64)>, u64) {

@@ -25,8 +25,12 @@
 //! **Refunds.** A plain window takes back all tokens, as long as it exists. A counter of accumulating windows takes back the
 //! tokens on which no later request can depend: all of them in the window of the charge, reduced by `limit` for each window that
 //! has begun since, because those would have expired. A window that a first request opened takes back nothing once another is
-//! open. A segment of a sliding window takes back all its tokens. For reservations, `only_if_used` ensures that no later request
-//! has reserved.
+//! open. A segment of a sliding window takes back all its tokens.
+//!
+//! **Reservations.** A request that waits for a later window has its place in the order of charges. A refund of a charge before it
+//! would give the same place to another request, and the later window would admit both. So a refund with `used_max` returns tokens
+//! only in the window of the charge, while no more than `used_max` is used: the limit, because a reservation is always above it, or
+//! what was used after the charge, because then it is still the last one.
 
 use std::fmt::Write;
 use std::rc::Rc;
@@ -108,6 +112,8 @@ pub struct CounterRequest {
     pub want: u64,
     /// A lower bound of the usage.
     pub used_min: u64,
+    /// [`Refund::used_max`] of the tokens granted.
+    pub refund_used_max: Option<u64>,
     /// The gateway's time when the request was made. The time may have been set back to the server's since; `window` is
     /// then a later window.
     pub computed_ms: u64,
@@ -157,8 +163,9 @@ pub struct Refund<K = Rc<str>> {
     pub number: u64,
     pub limit: u32,
     pub tokens: u64,
-    /// If set, tokens are refunded only if the counter is unchanged: [`CounterReply::used`].
-    pub only_if_used: Option<u64>,
+    /// If set, tokens are refunded only in the window of the charge, while no more than this is used: with more, requests wait behind
+    /// the refunded one.
+    pub used_max: Option<u64>,
     /// If set, the counter is deleted, and `tokens` is ignored.
     pub deletes: bool,
 }
@@ -177,6 +184,8 @@ pub struct RefundTarget {
     pub kind: WindowKind,
     pub number: u64,
     pub limit: u32,
+    /// [`Refund::used_max`].
+    pub used_max: Option<u64>,
     /// The end of a lease on the tokens.
     pub end_ms: u64,
 }
@@ -184,16 +193,16 @@ pub struct RefundTarget {
 impl<K> Refund<K> {
     /// The same refund with another form of the key.
     pub fn with_key<L>(self, convert: impl FnOnce(&K) -> L) -> Refund<L> {
-        let Refund { key_base, kind, number, limit, tokens, only_if_used, deletes } = self;
-        Refund { key_base: convert(&key_base), kind, number, limit, tokens, only_if_used, deletes }
+        let Refund { key_base, kind, number, limit, tokens, used_max, deletes } = self;
+        Refund { key_base: convert(&key_base), kind, number, limit, tokens, used_max, deletes }
     }
 }
 
 impl RefundTarget {
     /// A refund of `tokens`.
     pub fn refund(&self, tokens: u64) -> Refund {
-        let RefundTarget { kind, number, limit, .. } = *self;
-        Refund { key_base: Rc::clone(&self.key_base), kind, number, limit, tokens, only_if_used: None, deletes: false }
+        let RefundTarget { kind, number, limit, used_max, .. } = *self;
+        Refund { key_base: Rc::clone(&self.key_base), kind, number, limit, tokens, used_max, deletes: false }
     }
 }
 
@@ -201,13 +210,19 @@ impl CounterRequest {
     pub fn refund_target(&self, reply: CounterReply) -> RefundTarget {
         let CounterReply { number, end_ms, .. } = reply;
         let end_ms = self.window.lease_end_ms(number, end_ms);
-        RefundTarget { key_base: Rc::clone(&self.key_base), kind: self.window.kind, number, limit: self.limit, end_ms }
+        let (kind, limit, used_max) = (self.window.kind, self.limit, self.refund_used_max);
+        RefundTarget { key_base: Rc::clone(&self.key_base), kind, number, limit, used_max, end_ms }
     }
 }
 
 /// The refunds of everything that was granted.
 pub fn refunds_of(requests: &[CounterRequest], replies: &[CounterReply]) -> Vec<Refund> {
-    requests.iter().zip(replies).map(|(request, reply)| request.refund_target(*reply).refund(reply.granted)).collect()
+    let refund = |(request, reply): (&CounterRequest, &CounterReply)| {
+        let refund = request.refund_target(*reply).refund(reply.granted);
+        // Nobody waits behind the last charge.
+        Refund { used_max: refund.used_max.map(|most| most.max(reply.used)), ..refund }
+    };
+    requests.iter().zip(replies).map(refund).collect()
 }
 
 /// The effective time: the server's, or the gateway's if that is ahead by less than `LEAD_MAX_MS`.
@@ -345,7 +360,7 @@ pub fn refund_command(script: &Script, script_ref: ScriptRef, refunds: &[Refund]
     }
     for refund in refunds {
         cmd.arg(letter(refund.kind)).arg(refund.number).arg(refund.limit).arg(refund.tokens.min(TOKENS_MAX));
-        match refund.only_if_used {
+        match refund.used_max {
             _ if refund.deletes => cmd.arg("all"),
             Some(used) => cmd.arg(used),
             None => cmd.arg(""),
@@ -417,6 +432,7 @@ mod tests {
             need,
             want,
             used_min: 0,
+            refund_used_max: None,
             computed_ms: 900,
         };
         AcquireCall { requests: vec![want], gateway_ms: 900, window_ms: 900 }

@@ -25,7 +25,7 @@ use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::handles::{IdVec, LayerId, PlanPosition};
 use transom_limiter::rule::Sharing;
-use transom_limiter::rule_set::{KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{CompiledLayer, CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::store_key::{StoreKeys, StoreWindow, counter_name};
 use transom_limiter::table::{Counter, Table};
@@ -400,6 +400,7 @@ impl SharedCounters {
                         kind,
                         number: window.number_of_lease(end_ms),
                         limit: layer.request.limit,
+                        used_max: refund_used_max(compiled_rule, layer),
                         end_ms,
                     });
                 });
@@ -489,6 +490,12 @@ async fn check_eviction(connection: Rc<Connection>) {
     }
 }
 
+/// The usage up to which tokens of a layer are refunded in the store. A request that waits has used up the windows before its own,
+/// so with no more than the tokens of one window used, none waits.
+pub(super) fn refund_used_max(rule: &CompiledRule, layer: &CompiledLayer) -> Option<u64> {
+    rule.rule.delays().then_some(layer.request.limit.into())
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::test_worker::{
@@ -514,6 +521,7 @@ mod tests {
                     need: 1,
                     want: 1,
                     used_min: 0,
+                    refund_used_max: None,
                     computed_ms: 0,
                 };
                 worker.shared.acquire(&[request]).await.unwrap()
@@ -539,7 +547,7 @@ mod tests {
                     number: 1,
                     limit: 9,
                     tokens: 1,
-                    only_if_used: None,
+                    used_max: None,
                     deletes: false,
                 };
                 worker.shared.refund(vec![refund; refunds]).await;
@@ -562,8 +570,14 @@ mod tests {
         run(async {
             let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
             worker.store.set_used("k:1", 10_000);
-            let target =
-                RefundTarget { key_base: "k".into(), kind: WindowKind::Plain, number: 1, limit: 9, end_ms: u64::MAX };
+            let target = RefundTarget {
+                key_base: "k".into(),
+                kind: WindowKind::Plain,
+                number: 1,
+                limit: 9,
+                used_max: None,
+                end_ms: u64::MAX,
+            };
             worker.shared.kept_refunds.keep(vec![target.refund(1); 3 * REFUNDS_PER_CALL]);
             worker.settled_calls().await;
             let sizes = || {
@@ -598,8 +612,14 @@ mod tests {
         run(async {
             let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
             worker.store.set_used("k:1", 10);
-            let target =
-                RefundTarget { key_base: "k".into(), kind: WindowKind::Plain, number: 1, limit: 9, end_ms: u64::MAX };
+            let target = RefundTarget {
+                key_base: "k".into(),
+                kind: WindowKind::Plain,
+                number: 1,
+                limit: 9,
+                used_max: None,
+                end_ms: u64::MAX,
+            };
             worker.store.set_refusing(true);
             assert!(worker.shared.store.probe().await.is_err());
             worker.shared.refund(vec![target.refund(3)]).await;

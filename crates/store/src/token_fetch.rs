@@ -18,7 +18,7 @@ use super::lease_sizing::{
     ChargeId, InFlightFetch, LeaseRecord, Refusal, UnansweredCharge, UnansweredTokens, UndepositedTokens, counter_id,
 };
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget};
-use super::shared_counters::SharedCounters;
+use super::shared_counters::{SharedCounters, refund_used_max};
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
 use super::usage_order::{CounterOrder, LockedOrder};
 use transom_limiter::acquire::Charge;
@@ -578,6 +578,7 @@ impl SharedCounters {
             need: 0,
             want: 0,
             used_min,
+            refund_used_max: refund_used_max(compiled_rule, layer),
             computed_ms: now_ms,
         }
     }

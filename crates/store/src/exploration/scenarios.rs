@@ -43,7 +43,7 @@ fn refuses_in_outages(rule: Rule) -> Rule {
     Rule { on_outage: OnOutage::Refuse, ..rule }
 }
 
-/// Requests wait for the next window, or the one after it.
+/// Requests wait for the next window, or the one after it. Not of sliding windows, which the configuration rules out.
 fn delays(rule: Rule) -> Rule {
     Rule { on_limit: OnLimit::Delay { max_delay_ms: 120_000, max_waiting: 9 }, ..rule }
 }
@@ -215,9 +215,17 @@ fn when_a_clock_is_behind() {
 
 #[test]
 fn when_requests_are_delayed() {
-    for rule in rules_of(&["1/minute"]).map(delays).into_iter().take(if is_wide() { usize::MAX } else { 1 }) {
+    let [plain, _, floating, accumulating] = rules_of(&["1/minute"]).map(delays);
+    for rule in [plain, floating, accumulating].into_iter().take(if is_wide() { usize::MAX } else { 1 }) {
         holds_in_both_modes(rule, &[&[request(0)], &[request(0)]], |scenario| scenario.steps = vec![60_000]);
     }
+}
+
+/// The tokens of a refunded request are not granted to another, if a third one waits behind it.
+#[test]
+fn when_requests_wait_behind_refunded_ones() {
+    let requests: &[&[RequestKind]] = &[&[refunded(0), request(0), request(0)]];
+    holds(vec![exact(delays(leased(&["1/minute"])))], requests, |scenario| scenario.steps = vec![60_000]);
 }
 
 #[test]
@@ -372,7 +380,7 @@ fn random_scenario(rng: &mut Rng, requests: usize) -> Scenario {
     let rule = match rng.u8(..4) {
         _ if has_plan => with_plan(rule),
         0 => in_shards(rule),
-        1 => delays(rule),
+        1 if !rule.has_sliding_windows() => delays(rule),
         _ => rule,
     };
     let rule = if rng.bool() { refuses_in_outages(rule) } else { rule };

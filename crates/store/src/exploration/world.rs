@@ -296,8 +296,7 @@ impl World {
         }
         world.run_gateways().await;
         // The gateways probe the store before their first request. The reply to a gateway whose clock is behind says the time.
-        world.observed.has_counted_alone = scenario.leads_ms.iter().any(|lead_ms| *lead_ms < 0);
-        if !world.observed.has_counted_alone {
+        if !world.is_any_behind() {
             world.answer_all().await;
         }
         world
@@ -615,6 +614,16 @@ impl World {
         }
     }
 
+    /// Whether a gateway does not know the time at first.
+    fn is_any_behind(&self) -> bool {
+        self.scenario.leads_ms.iter().any(|lead_ms| *lead_ms < 0)
+    }
+
+    /// Whether a gateway may have counted without the store, or in a window that has ended.
+    fn may_count_alone(&self) -> bool {
+        self.observed.has_counted_alone || self.is_any_behind()
+    }
+
     fn is_any_dead(&self) -> bool {
         self.gateways.iter().any(|gateway| !gateway.is_alive)
     }
@@ -622,6 +631,7 @@ impl World {
     /// Adds tokens to those that were admitted, and compares them with the limits. `is_settled`: the tokens are the difference to
     /// what a response states; more than was charged may exceed a limit.
     fn note_admitted(&mut self, kind: RequestKind, decided: &Decided, tokens: i64, is_settled: bool) {
+        let may_count_alone = self.may_count_alone();
         for (layer, end_ms) in decided.windows(&self.rule_set) {
             let name = self.base((layer, kind.key));
             let overdrawn = self.observed.overdrawn.entry((kind.key, name.clone())).or_default();
@@ -635,28 +645,24 @@ impl World {
             let forgotten = self.observed.forgotten.get(&(kind.key, name.clone())).filter(|_| may_forget);
             let forgotten = forgotten.copied().unwrap_or(0);
             // A gateway that cannot reach the store counts alone.
-            let is_local = self.rule_set.rules[layer.rule].rule.on_outage == OnOutage::Local;
-            let counts_alone = is_local && (self.observed.has_lost_calls || self.observed.has_counted_alone);
-            // What is known of shards does not bound what late replies grant.
-            let parts = if counts_alone { self.histories.len() as u64 + u64::from(is_sharded) } else { 1 };
+            let rule = &self.rule_set.rules[layer.rule].rule;
+            let is_local = rule.on_outage == OnOutage::Local;
+            let counts_alone = is_local && (self.observed.has_lost_calls || may_count_alone);
+            // What is known of shards does not bound what late replies grant. Who waits for a window is known to the store only.
+            let others = u64::from(is_sharded) + u64::from(rule.delays());
+            let parts = if counts_alone { self.histories.len() as u64 + others } else { 1 };
             let admitted = *admitted;
-            let since_ms = end_ms.saturating_sub(2 * self.rule_set.windows_of(self.rule_set.layer(layer)).typical_ms());
+            let period_ms = self.rule_set.windows_of(self.rule_set.layer(layer)).typical_ms();
+            // Requests that waited at a reset pass in a later window.
+            let since_ms = end_ms.saturating_sub(2 * period_ms + self.charge_plan.max_delay_ms());
             let resets = self.observed.resets[kind.key].iter().filter(|reset_ms| **reset_ms >= since_ms).count() as u64;
             // Tokens that were counted alone between the reset in the store and the one here are forgotten too.
             let resets = resets * (1 + u64::from(counts_alone));
             let most = self.capacity(layer) * (parts + resets) + forgotten + overdrawn;
-            if admitted > most && !is_settled && !self.may_move_reservations(layer) {
+            if admitted > most && !is_settled {
                 self.broken.get_or_insert_with(|| format!("{NEVER_OVER}: {name} admitted {admitted}, {most} allowed"));
             }
         }
-    }
-
-    /// Whether requests may have been refunded in the store that others wait behind: these then count in an earlier window than that
-    /// in which they pass.
-    fn may_move_reservations(&self, layer: LayerId) -> bool {
-        let Observations { has_lost_calls, has_refunded, has_counted_alone, resets, .. } = &self.observed;
-        let has_refunded = *has_lost_calls || *has_refunded || *has_counted_alone || !resets.concat().is_empty();
-        self.rule_set.rules[layer.rule].rule.delays() && has_refunded
     }
 
     /// The limit of a counter. Windows of several plans may share it: a request of one plan may spend a token that the store has granted
@@ -721,8 +727,8 @@ impl World {
             }
             let (used, admitted) = (self.used(counter), admitted.iter().sum::<u64>());
             // A gateway that dies takes what it has counted alone.
-            let Observations { has_lost_calls, has_lost_data, has_counted_alone, .. } = self.observed;
-            let has_died_alone = self.is_any_dead() && (has_lost_calls || has_counted_alone);
+            let Observations { has_lost_calls, has_lost_data, .. } = self.observed;
+            let has_died_alone = self.is_any_dead() && (has_lost_calls || self.may_count_alone());
             let may_count_less = has_lost_data || self.network.has_lost_calls() || has_died_alone;
             // A gateway that dies takes what it has not spent or refunded; tokens of several shards go back to one of them, as far as it
             // counts as many.

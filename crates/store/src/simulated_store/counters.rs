@@ -260,14 +260,14 @@ impl Store {
                 self.counters.remove(key);
                 continue;
             }
-            let is_unchanged = |used: i64| only.is_empty() || only.parse() == Ok(used);
+            let is_allowed = |used: i64| only.is_empty() || used <= number(only);
             let amount = match self.counters.get_mut(key).map(|entry| &mut entry.value) {
-                Some(Value::Used(used)) if is_unchanged(*used) => subtract(used, tokens),
+                Some(Value::Used(used)) if is_allowed(*used) => subtract(used, tokens),
                 Some(Value::Segments(segments)) => segments.get_mut(&mark).map_or(0, |used| subtract(used, tokens)),
                 Some(Value::Account { mark: current, used }) => {
                     let windows = *current - mark;
                     let amount = match windows {
-                        0 if is_unchanged(*used) => tokens,
+                        0 if is_allowed(*used) => tokens,
                         1.. if only.is_empty() && kind == "g" => tokens - limit * windows,
                         _ => 0,
                     };
