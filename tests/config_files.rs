@@ -14,6 +14,7 @@ use std::thread;
 use proptest::prelude::*;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
+use transom_config::byte_cost::{ByteCost, CountedBytes, OnExceeded};
 use transom_config::count_when::CountWhen;
 use transom_config::diagnostics::{Inputs, Problem, render};
 use transom_config::key::OnUnknownKey;
@@ -31,6 +32,7 @@ use transom_http::path_normalize::{EncodedSlash, PathParameters, PathReading, Tr
 use transom_limiter::handles::{Handle, RuleId};
 use transom_limiter::identity;
 use transom_limiter::key::OnMissing;
+use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::secret_digest::Digest;
 use transom_limiter::window::Windows;
@@ -671,6 +673,12 @@ fn every_setting_of_rules_is_read_as_written() {
     let mut used = Usage::default();
     (used[usage::Kind::Input], used[usage::Kind::Reasoning]) = (1.into(), 2.into());
     assert_eq!([Some("gpt-5-mini"), None].map(|model| weights.of(model).cost(&used)), [22, 7]);
+    let bytes = rule("bytes");
+    let cost = ByteCost { counted: CountedBytes::Both, unit: 2048, on_exceeded: OnExceeded::Cut };
+    assert_eq!((bytes.bytes, &bytes.cost), (Some(cost), &Cost::Response { header: None, reserve: 3, max: u32::MAX }));
+    let tokens = |layers: &[Limit]| layers.iter().map(|limit| (limit.tokens, limit.capacity)).collect::<Vec<_>>();
+    assert_eq!(tokens(&bytes.layers), [(5 << 20, None), (488, Some(976)), (100, None)]);
+    assert_eq!(tokens(&bytes.plans[0].layers), [(1 << 31, None)]);
     assert_eq!(
         (rule("sharded").layers[0].shards, &rule("sharded").cost, config.routes[RouteId::at(0)].cost),
         (10, &Cost::Fixed(3), Some(5))

@@ -234,6 +234,8 @@ fn respond(
                 Err(rejection) => return ResponseFuture::Done(Some(rejection.into_response(format, record))),
             };
         }
+        // The response to an authorization request says nothing about the response to the client.
+        pending_cost = pending_cost.filter(|_| !is_forward_auth);
         if let Some(pending_cost) = &mut pending_cost {
             pending_cost.begin_forwarding(plan.route, &mut request, body_values);
         }
@@ -244,8 +246,8 @@ fn respond(
                         let response = match handshake.finish(response).await {
                             Ok((response, None)) => forwarded_response(response, format, record),
                             Ok((response, Some(tunnel))) => {
-                                pending_cost.iter_mut().for_each(|pending_cost| pending_cost.tunnel_opened());
-                                let (session, response) = TunnelSession::open(tunnel, response, format, record);
+                                let meter = pending_cost.as_mut().and_then(|pending_cost| pending_cost.tunnel_opened());
+                                let (session, response) = TunnelSession::open(tunnel, response, format, record, meter);
                                 peer.tunnel.replace(Some(session));
                                 response
                             }
@@ -261,8 +263,6 @@ fn respond(
             }
             Err(error) => failed_response(&error, format, record, &mut pending_cost),
         };
-        // The response to an authorization request says nothing about the response to the client.
-        let pending_cost = pending_cost.filter(|_| !is_forward_auth);
         ResponseFuture::Done(Some(settle(response, fields, pending_cost)))
     }))
 }

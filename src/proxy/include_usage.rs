@@ -92,8 +92,8 @@ impl FilteredBody {
             if let Some(trailers) = self.trailers.take() {
                 return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
             }
-            let frame = Pin::new(&mut self.body).poll_frame(cx);
-            self.observer = self.observer.take().and_then(|observer| observe(observer, &frame));
+            let mut frame = Pin::new(&mut self.body).poll_frame(cx);
+            self.observer = self.observer.take().and_then(|observer| observe(observer, &mut frame));
             let shown = match frame {
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error))),

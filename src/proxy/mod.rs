@@ -10,6 +10,7 @@
 
 mod admission;
 mod body_reading;
+mod byte_meter;
 mod delayed_request;
 pub mod handler;
 mod held_slots;

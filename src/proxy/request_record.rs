@@ -379,6 +379,10 @@ impl RequestRecord {
     pub fn record_upstream_abort(&mut self, error: &UpstreamBodyError) {
         let kind = match error {
             UpstreamBodyError::Upstream(error) if error.is_of_request_body() => RequestError::Body,
+            UpstreamBodyError::LimitExceeded => {
+                self.set_log_error(&RequestError::LimitExceeded.to_string());
+                RequestError::LimitExceeded
+            }
             _ => {
                 self.warn(Side::Upstream, &format!("the upstream server's response was cut off: {error}"));
                 RequestError::Upstream(String::new())

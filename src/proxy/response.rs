@@ -8,6 +8,7 @@ use http::header::CONTENT_LENGTH;
 use http::request::Parts;
 use http::{HeaderMap, Response};
 use http_body::{Body as HttpBody, Frame, SizeHint};
+use http_body_util::{BodyExt, Full};
 
 use super::include_usage::FilteredBody;
 use super::request_record::RequestRecord;
@@ -128,6 +129,11 @@ impl From<UpstreamBody> for Content {
 
 /// Follows a body while it is sent.
 pub trait BodyObserver {
+    /// Whether the body is to be broken off.
+    fn is_cut(&self) -> bool {
+        false
+    }
+
     fn data(&mut self, bytes: &[u8]);
 
     /// The body has ended, with its trailers, if it has any; or it broke off, or the client has gone away.
@@ -169,6 +175,16 @@ impl ResponseBody {
         match &mut self.0.content {
             Content::Filtered(body) => body.observer = Some(observer),
             _ => self.0.observer = Some(observer),
+        }
+    }
+
+    /// The result of `observer` follows what is sent of the body, and takes over an observer that does.
+    pub fn observe_sent(&mut self, observer: impl FnOnce(Option<Box<dyn BodyObserver>>) -> Box<dyn BodyObserver>) {
+        self.0.observer = Some(observer(self.0.observer.take()));
+        if let Content::Local(Some(bytes)) = &mut self.0.content {
+            // Not to be taken as a whole.
+            let stream = Full::new(std::mem::take(bytes)).map_err(|never| match never {});
+            self.0.content = Content::Stream(Box::pin(stream));
         }
     }
 
@@ -228,6 +244,9 @@ impl HttpBody for ResponseBody {
         if let Poll::Ready(Some(Ok(frame))) = &mut frame {
             frame.trailers_mut().into_iter().for_each(headers::forward_response_trailers);
         }
+        if this.observer.is_some() {
+            this.observer = this.observer.take().and_then(|observer| observe(observer, &mut frame));
+        }
         if let (Some(record), Poll::Ready(Some(frame))) = (&mut this.record, &frame) {
             match frame {
                 Ok(frame) => {
@@ -236,9 +255,6 @@ impl HttpBody for ResponseBody {
                 }
                 Err(error) => record.record_upstream_abort(error),
             }
-        }
-        if this.observer.is_some() {
-            this.observer = this.observer.take().and_then(|observer| observe(observer, &frame));
         }
         if let Poll::Ready(Some(Err(error))) = frame {
             // h2 drops what it has queued when a stream is reset. Returning `Pending` once lets the connection send the head and
@@ -269,12 +285,15 @@ impl HttpBody for ResponseBody {
     }
 }
 
-/// Shows the observer a frame. Returns the observer unless the body has ended.
+/// Shows the observer a frame, which becomes an error if it breaks the body off. Returns the observer unless the body has ended.
 #[inline(never)]
 pub fn observe(
     mut observer: Box<dyn BodyObserver>,
-    frame: &Poll<Option<Result<Frame<Bytes>, UpstreamBodyError>>>,
+    frame: &mut Poll<Option<Result<Frame<Bytes>, UpstreamBodyError>>>,
 ) -> Option<Box<dyn BodyObserver>> {
+    if matches!(frame, Poll::Ready(Some(Ok(frame))) if frame.is_data()) && observer.is_cut() {
+        *frame = Poll::Ready(Some(Err(UpstreamBodyError::LimitExceeded)));
+    }
     let end = match frame {
         Poll::Pending => return Some(observer),
         Poll::Ready(None) => BodyEnded::Complete(None),

@@ -8,6 +8,7 @@ use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName};
 use http::{HeaderMap, Request, Response, StatusCode};
 use http_body::Body as _;
 
+use super::byte_meter::{ByteMeter, MeteredRule};
 use super::response::{BodyEnded, BodyObserver, ResponseBody};
 use super::worker_config::WorkerConfig;
 use super::worker_state::{DecidedBy, WorkerState};
@@ -47,6 +48,8 @@ pub struct PendingCost {
     route: Option<RouteId>,
     /// The model that the request names, if costs depend on it.
     model: RequestedModel,
+    /// Set once the request is forwarded, if a rule counts bytes.
+    meter: Option<Rc<ByteMeter>>,
     forwarding: Forwarding,
 }
 
@@ -105,6 +108,7 @@ impl PendingCost {
             store_keys: store_keys(),
             route: None,
             model: RequestedModel::Unknown,
+            meter: None,
             forwarding: Forwarding::Answered,
         }))
     }
@@ -118,7 +122,8 @@ impl PendingCost {
         }
     }
 
-    /// The request is forwarded. If costs depend on its model, its body is read as it passes, unless that was done before.
+    /// The request is forwarded. If a cost is that of bytes, they are counted. If costs depend on the model of the request, its body
+    /// is read as it passes, unless that was done before.
     pub fn begin_forwarding(
         &mut self,
         route: RouteId,
@@ -126,6 +131,9 @@ impl PendingCost {
         body_values: Option<Box<BodyValues>>,
     ) {
         self.route = Some(route);
+        if self.config.served.route_rules[self.rules_id].response_costs.counts_bytes {
+            self.start_meter(request.body_mut());
+        }
         if let Some(values) = body_values {
             self.model = RequestedModel::Known(values);
             return;
@@ -140,7 +148,30 @@ impl PendingCost {
         self.model = RequestedModel::Passing(Rc::clone(&reader));
         request.body_mut().observe(Box::new(move |bytes| {
             reader.borrow_mut().iter_mut().for_each(|reader| reader.push(bytes));
+            Ok(())
         }));
+    }
+
+    /// The rules that count bytes pass their charges to a meter. The response may still decide whether they count the request.
+    #[inline(never)]
+    fn start_meter(&mut self, body: &mut RequestBody) {
+        let RouteRules { response_costs, charge_plan, .. } = &self.config.served.route_rules[self.rules_id];
+        let mut metered = Vec::new();
+        self.unsettled.retain_mut(|PendingCharges { rule, charges }| {
+            let rule = &response_costs.rules[*rule];
+            let Some(cost) = rule.bytes() else { return true };
+            let charged = self.keyed_requests[rule.position].map_or(0, |keyed_request| keyed_request.cost);
+            let reserved = (std::mem::take(charges), charged);
+            let is_shadow = charge_plan.rule(rule.position).rule.is_shadow();
+            metered.push(MeteredRule::new(rule.position, cost, reserved, rule.is_conditional(), is_shadow));
+            rule.is_conditional()
+        });
+        if !metered.is_empty() {
+            let keys = (&self.keyed_requests, &self.store_keys);
+            let meter = ByteMeter::start(&self.worker, &self.config, self.rules_id, keys, &self.refunds, metered);
+            meter.observe_request(body);
+            self.meter = Some(meter);
+        }
     }
 
     /// The response is an error of the gateway.
@@ -148,18 +179,28 @@ impl PendingCost {
         self.forwarding = if error.may_be_sent { Forwarding::MayBeSent } else { Forwarding::NotSent };
     }
 
-    /// The response opens a tunnel.
-    pub fn tunnel_opened(&mut self) {
+    /// The response opens a tunnel. Returns what counts its bytes.
+    pub fn tunnel_opened(&mut self) -> Option<Rc<ByteMeter>> {
         self.forwarding = Forwarding::Tunnel;
+        self.meter.clone()
     }
 
     /// Charges or refunds the difference to what was charged. Returns the RateLimit fields as of then, or `None` if nothing
     /// has changed. Rules that count by the body or the trailers are settled at the end of the body.
-    pub fn settle(mut self: Box<Self>, response: &mut Response<ResponseBody>) -> Option<RateLimitFields> {
+    pub fn settle(self: Box<Self>, response: &mut Response<ResponseBody>) -> Option<RateLimitFields> {
+        let meter = self.meter.clone();
+        let fields = self.settle_rest(response);
+        // Last, so that the meter sees what is sent.
+        meter.iter().for_each(|meter| meter.observe_response(response.body_mut()));
+        fields
+    }
+
+    fn settle_rest(mut self: Box<Self>, response: &mut Response<ResponseBody>) -> Option<RateLimitFields> {
         let code_at_end = || response.body().is_end_stream().then_some(GRPC_UNKNOWN);
         let grpc_status = grpc_status(response.headers()).or_else(code_at_end);
         let head = ResponseEnd { status: response.status(), headers: response.headers(), grpc_status, body: None };
         let mut is_changed = self.settle_rules(&head);
+        is_changed |= self.meter.as_ref().is_some_and(|meter| meter.charge());
         if self.is_settled() {
             return is_changed.then(|| self.fields());
         }
@@ -207,6 +248,14 @@ impl PendingCost {
                     Some(0)
                 }
             };
+            if let Some(meter) = self.meter.as_ref().filter(|_| rule.bytes().is_some()) {
+                is_changed |= cost.is_some();
+                match cost {
+                    None => meter.count(rule.position),
+                    Some(_) => meter.refund(rule.position),
+                }
+                return false;
+            }
             let body = response.body.filter(|_| matches!(self.forwarding, Forwarding::Answered | Forwarding::Tunnel));
             match body.and_then(|body| rule.usage(body.reading)) {
                 Some(Ok(usage)) => {

@@ -3,12 +3,17 @@
 //! The handshake with the upstream is always HTTP/1.1 (RFC 6455). The client's is either HTTP/1.1 or an extended CONNECT
 //! (RFC 8441). An HTTP/2 stream becomes a tunnel with any 2xx, so a CONNECT gets 2xx only after the upstream has switched.
 
+use std::future::poll_fn;
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, Response};
 use tokio::io::{AsyncRead, AsyncWrite};
 
+use super::byte_meter::ByteMeter;
 use super::request_record::RequestRecord;
 use super::response::{Content, ResponseBody, ResponseFormat};
 use crate::timer::Timer;
@@ -84,6 +89,8 @@ pub struct TunnelSession {
     tunnel: Tunnel,
     record: RequestRecord,
     idle_timeout: Duration,
+    /// If a rule counts bytes.
+    meter: Option<Rc<ByteMeter>>,
 }
 
 impl TunnelSession {
@@ -93,21 +100,31 @@ impl TunnelSession {
         mut response: Response<Content>,
         format: ResponseFormat,
         mut record: RequestRecord,
+        meter: Option<Rc<ByteMeter>>,
     ) -> (Box<TunnelSession>, Response<ResponseBody>) {
         format.change_fields(response.headers_mut(), &record);
         record.set_status(response.status().as_u16());
         let idle_timeout = record.config().served.config.timeouts.tunnel;
-        (Box::new(TunnelSession { tunnel, record, idle_timeout }), response.map(ResponseBody::unrecorded))
+        (Box::new(TunnelSession { tunnel, record, idle_timeout, meter }), response.map(ResponseBody::unrecorded))
     }
 
     /// Relays bytes until the tunnel ends. Returns `false` if one side closed the connection without closing the tunnel.
     /// `early` is what the client sent before the response.
     pub async fn run(self, client: impl AsyncRead + AsyncWrite + Unpin, early: Bytes, timer: &Timer) -> bool {
-        let TunnelSession { tunnel, mut record, idle_timeout } = self;
+        let TunnelSession { tunnel, mut record, idle_timeout, meter } = self;
         record.tunnel_opened();
         // Recorded on drop, which also covers a worker that stops with open tunnels.
-        let session = TunnelRecord { byte_counts: ByteCounts::default(), record: &mut record };
-        match tunnel.run(client, early, idle_timeout, timer, &session.byte_counts).await {
+        let session = TunnelRecord { own_counts: ByteCounts::default(), meter, record: &mut record };
+        let running = tunnel.run(client, early, idle_timeout, timer, session.counts());
+        let end = match &session.meter {
+            None => Some(running.await),
+            Some(meter) => until_cut(running, meter).await,
+        };
+        let Some(end) = end else {
+            session.record.record_error(&RequestError::LimitExceeded);
+            return false;
+        };
+        match end {
             TunnelEnd::Finished => return true,
             TunnelEnd::Idle => {
                 session.record.record_tunnel_error("the tunnel was idle for too long");
@@ -122,13 +139,34 @@ impl TunnelSession {
     }
 }
 
+/// Runs a tunnel to its end. `None`: a rule has broken it off.
+async fn until_cut(running: impl Future<Output = TunnelEnd>, meter: &ByteMeter) -> Option<TunnelEnd> {
+    let (mut running, mut cut_off) = (pin!(running), pin!(meter.cut_off()));
+    poll_fn(|cx| {
+        if cut_off.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(None);
+        }
+        running.as_mut().poll(cx).map(Some)
+    })
+    .await
+}
+
 struct TunnelRecord<'r> {
-    byte_counts: ByteCounts,
+    /// Without a meter.
+    own_counts: ByteCounts,
+    meter: Option<Rc<ByteMeter>>,
     record: &'r mut RequestRecord,
+}
+
+impl TunnelRecord<'_> {
+    fn counts(&self) -> &ByteCounts {
+        self.meter.as_ref().map_or(&self.own_counts, |meter| &meter.counts)
+    }
 }
 
 impl Drop for TunnelRecord<'_> {
     fn drop(&mut self) {
-        self.record.record_tunnel_end(self.byte_counts.to_client.get(), self.byte_counts.to_upstream.get());
+        let (to_client, to_upstream) = (self.counts().to_client.get(), self.counts().to_upstream.get());
+        self.record.record_tunnel_end(to_client, to_upstream);
     }
 }

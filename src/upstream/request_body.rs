@@ -64,8 +64,8 @@ impl BufferedBody {
     }
 }
 
-/// Is shown the data of a body.
-pub type DataObserver = Box<dyn FnMut(&[u8])>;
+/// Is shown the data of a body, and may break it off.
+pub type DataObserver = Box<dyn FnMut(&[u8]) -> Result<(), UploadViolation>>;
 
 /// A body whose data is shown to an observer as it passes.
 pub struct ObservedBody {
@@ -97,8 +97,10 @@ impl BodySource {
             BodySource::Http2(body) => body.poll_frame(cx),
             BodySource::Observed(observed) => {
                 let frame = observed.body.poll_frame(cx);
-                if let Poll::Ready(Some(Ok(frame))) = &frame {
-                    frame.data_ref().into_iter().for_each(|data| (observed.observer)(data));
+                if let Poll::Ready(Some(Ok(frame))) = &frame
+                    && let Some(Err(violation)) = frame.data_ref().map(|data| (observed.observer)(data))
+                {
+                    return Poll::Ready(Some(Err(violation.into())));
                 }
                 frame
             }
@@ -344,7 +346,10 @@ impl Upload {
                 }
             }
             Poll::Ready(Some(Ok(_))) => progress.has_moved.set(true),
-            Poll::Ready(Some(Err(_))) => progress.has_failed.set(true),
+            Poll::Ready(Some(Err(error))) => match error.downcast_ref::<UploadViolation>() {
+                Some(violation) => progress.violation.set(Some(*violation)),
+                None => progress.has_failed.set(true),
+            },
             Poll::Ready(None) | Poll::Pending => {}
         }
         let received = match &frame {
@@ -460,6 +465,8 @@ pub struct MinUploadRate {
 pub enum UploadViolation {
     TooLarge(u64),
     TooSlow,
+    /// A rule breaks off transfers that exceed it.
+    LimitExceeded,
 }
 
 impl UploadLimits {
@@ -526,6 +533,7 @@ impl From<UploadViolation> for RequestError {
         match violation {
             UploadViolation::TooLarge(max_bytes) => RequestError::BodyTooLarge(max_bytes),
             UploadViolation::TooSlow => RequestError::BodyTooSlow,
+            UploadViolation::LimitExceeded => RequestError::LimitExceeded,
         }
     }
 }

@@ -38,6 +38,8 @@ pub enum UpstreamBodyError {
     Reset,
     /// The whole request took too long.
     TimedOut,
+    /// A rule breaks off transfers that exceed it.
+    LimitExceeded,
 }
 
 impl UpstreamBody {
@@ -120,6 +122,7 @@ impl fmt::Display for UpstreamBodyError {
         match self {
             UpstreamBodyError::Upstream(error) => write!(f, "{error}"),
             UpstreamBodyError::Reset => f.write_str("the stream was reset with NO_ERROR before END_STREAM"),
+            UpstreamBodyError::LimitExceeded => f.write_str("the transfer exceeds a limit of bytes"),
             UpstreamBodyError::TimedOut => f.write_str("the whole request took longer than `timeouts.request`"),
         }
     }
@@ -129,7 +132,7 @@ impl std::error::Error for UpstreamBodyError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             UpstreamBodyError::Upstream(error) => Some(error),
-            UpstreamBodyError::Reset | UpstreamBodyError::TimedOut => None,
+            UpstreamBodyError::Reset | UpstreamBodyError::TimedOut | UpstreamBodyError::LimitExceeded => None,
         }
     }
 }

@@ -21,6 +21,7 @@ mod behind_balancer;
 mod bodies;
 mod body_keys;
 mod body_limits;
+mod byte_cost;
 mod cancellation;
 mod certificate_files;
 mod changed_limits;

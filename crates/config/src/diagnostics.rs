@@ -83,6 +83,8 @@ pub struct Report<'t> {
     pub inputs: Inputs<'t>,
     included: &'t [IncludedFile],
     pub hidden: HiddenValues,
+    /// The bytes that a token stands for, while a rule is read that counts bytes.
+    pub size_unit: Option<u64>,
     /// Values that are not known, because of a problem that is reported already.
     unknown: Vec<Span>,
 }
@@ -105,6 +107,7 @@ impl<'t> Report<'t> {
             inputs,
             included,
             hidden: HiddenValues::default(),
+            size_unit: None,
             unknown: Vec::new(),
         }
     }

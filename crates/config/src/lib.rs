@@ -20,6 +20,7 @@ pub mod settings;
 
 pub mod access;
 pub mod body_condition;
+pub mod byte_cost;
 pub mod calendar;
 pub mod certificate;
 pub mod check;

@@ -115,12 +115,15 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
         let counts_all = rule.count_when.is_none();
         // A response or a delayed request may refund the charge that opened a window.
         let opener_stays = !delays && counts_all && !matches!(rule.cost, Cost::Response { .. });
-        let unit = if has_cost_1 { "requests" } else { "tokens" };
+        let unit = match &rule.bytes {
+            Some(bytes) => format!("units of {} bytes", bytes.unit),
+            None => String::from(if has_cost_1 { "requests" } else { "tokens" }),
+        };
         let name = &rule.name;
         let plan = |plan: &Plan| (format!("{name}, plan {}", plan.name), plan.layers.clone(), plan.concurrent);
         let default = (name.clone(), rule.layers.clone(), rule.concurrent);
         for (subject, layers, concurrent) in std::iter::once(default).chain(rule.plans.iter().map(plan)) {
-            let windows = (!layers.is_empty()).then(|| worst_case(rule, &layers, opener_stays, unit));
+            let windows = (!layers.is_empty()).then(|| worst_case(rule, &layers, opener_stays, &unit));
             let concurrent = concurrent.map(|limit| format!("at most {limit} requests of a key in flight"));
             let bounds: Vec<String> = windows.into_iter().chain(concurrent).collect();
             messages.push(LintMessage::statement(&subject, &(bounds.join("; ") + &caveats(rule, counts_all))));

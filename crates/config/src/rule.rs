@@ -9,6 +9,7 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::body_condition::BodyCondition;
+use super::byte_cost::{self, ByteCost, COUNTED, CountedBytes, ON_EXCEEDED, OnExceeded};
 use super::count_when::{CountWhen, read_statuses};
 use super::descriptor::{Descriptor, check_descriptor};
 use super::diagnostics::{Report, Span, quoted};
@@ -20,7 +21,7 @@ use super::overrides::ExceptionSettings;
 use super::redis::{DefaultSharing, OUTAGES, RULE_MODES, TABLE_FIX};
 use super::response_body::{BODY, BODY_STYLES, Body, BodyStyle, CONTENT_TYPE, check_body_style, check_content_type};
 use super::settings::{
-    Boolean, Choice, Custom, DAY_MS, Inline, Integer, Optional, Section, Shape, Time, TimeOrZero, Word,
+    Boolean, Choice, Custom, DAY_MS, Inline, Integer, Optional, Section, Shape, Size, Time, TimeOrZero, Word,
 };
 use super::toml_reader::{Item, Table};
 use super::usage_cost::{
@@ -140,7 +141,14 @@ settings! {
         /// With `usage`: what a response costs at least that states none, or breaks off. `"reserve"`: what was charged in advance.
         /// `"estimate"`: a token of output for each four bytes of its decoded body, and at least what was charged in advance.
         on_missing_usage: OnMissingUsage = Choice(OnMissingUsage::Reserve, &ON_MISSING_USAGE);
-        /// With `usage` or `response-header`: statuses such as `429` and `"5xx"` of the server for which a response costs nothing
+        /// The cost is the size of [bodies](#bytes), in steps of `unit`, rounded up for each request: of those of requests, of
+        /// responses, or of both.
+        bytes: Option<CountedBytes> = Optional(Choice(CountedBytes::Both, &COUNTED));
+        /// With `bytes`: the bytes for which a request takes one token.
+        unit: u64 = Size(byte_cost::DEFAULT_UNIT, "\"1KiB\"", 1..=byte_cost::UNIT_MAX);
+        /// With `bytes`: what happens to a transfer that has exceeded the limit. `"cut"`: it is [broken off](#bytes).
+        on_exceeded: OnExceeded = Choice(OnExceeded::Finish, &ON_EXCEEDED);
+        /// With `usage`, `bytes` or `response-header`: statuses such as `429` and `"5xx"` of the server for which a response costs nothing
         /// that states no cost. With `usage`, the default is `["4xx", "5xx"]`, and requests that reach no server cost nothing
         /// either, unless the list is empty.
         refund_on: Option<Vec<RangeInclusive<u16>>> = Optional(Custom::or_empty(
@@ -149,13 +157,13 @@ settings! {
         ));
         /// With `request-header`: cost without the field.
         default: u32 = Integer(1, 0..=COST_MAX);
-        /// With `response-header` and `usage`: charged in advance, and the whole charge if the response states no cost, or an unclear
+        /// With `bytes`: tokens that are charged in advance; 0 by default. With `response-header` and `usage`: charged in advance, and the whole charge if the response states no cost, or an unclear
         /// one. A client that disconnects before the response head pays `reserve`, so set it to the usual cost. With 0 a request
         /// takes nothing until its response, and is admitted while a token is left; the store then decides each request, as with
         /// `shared = "exact"`. With `usage` also a [table](#reserve).
         reserve: Reserve = reserve();
         /// Greatest cost. Without it: the smallest capacity of the rule's layers, or of a plan or override if that is larger. With
-        /// `usage`: greatest `reserve`; usage is charged whole.
+        /// `usage` and `bytes`: greatest `reserve`; what was used is charged whole.
         max: Option<u32> = Optional(Integer(100, 1..=COST_MAX));
     }
 }
@@ -187,6 +195,7 @@ pub enum QuotaUnit {
     WeightedTokens,
     /// What a field of the request or the response states.
     Stated,
+    Bytes,
 }
 
 impl QuotaUnit {
@@ -197,6 +206,7 @@ impl QuotaUnit {
             QuotaUnit::InputTokens => Some("input-tokens"),
             QuotaUnit::OutputTokens => Some("output-tokens"),
             QuotaUnit::WeightedTokens => Some("weighted-tokens"),
+            QuotaUnit::Bytes => Some("content-bytes"),
             QuotaUnit::Requests | QuotaUnit::Stated => None,
         }
     }
@@ -229,6 +239,8 @@ pub struct GatewayRule {
     pub when: Option<BodyCondition>,
     /// The usage that is the cost; `None`: another cost.
     pub usage: Option<UsageCost>,
+    /// The bytes that are the cost; `None`: another cost.
+    pub bytes: Option<ByteCost>,
     /// Statuses of the upstream with which a request costs nothing, unless its response states a cost.
     pub refund_on: Vec<RangeInclusive<u16>>,
     /// What happens to keys that name no client.
@@ -251,6 +263,7 @@ impl GatewayRule {
                 Some(CountedTokens::Output) => QuotaUnit::OutputTokens,
                 None => QuotaUnit::WeightedTokens,
             },
+            (None, _) if self.bytes.is_some() => QuotaUnit::Bytes,
             (None, Cost::Fixed(_)) => QuotaUnit::Requests,
             (None, Cost::Request { .. } | Cost::Response { .. }) => QuotaUnit::Stated,
         }
@@ -310,6 +323,7 @@ pub fn read_rules(
             count_when: None,
             when: None,
             usage: None,
+            bytes: None,
             refund_on: Vec::new(),
             on_unknown_key: OnUnknownKey::Count,
             descriptor: None,
@@ -339,8 +353,10 @@ fn read_rule(
     report: &mut Report,
 ) {
     let key = KeySettings::read(&mut table, report);
+    report.size_unit = byte_cost::size_unit(&table);
     let settings = RuleSettings::read(&mut table, report);
     let exceptions = ExceptionSettings::read(&mut table, report);
+    report.size_unit = None;
     table.suggest_for("mode", "shared", "did you mean `shared`? In a rule, the setting has this name");
 
     for key in ["shadow", "dry_run", "shadow_mode", "limit_req_dry_run"] {
@@ -416,6 +432,8 @@ fn read_rule(
             (None, Some(_)) => FAILED.to_vec(),
             (None, None) => Vec::new(),
         };
+        let (unit, on_exceeded) = (cost.unit, cost.on_exceeded);
+        gateway_rule.bytes = cost.bytes.map(|counted| ByteCost { counted, unit, on_exceeded });
         let weights = cost.weights.unwrap_or_default();
         let (on_missing, reserve, reserve_max) = (cost.on_missing_usage, cost.reserve, cost.max.unwrap_or(u32::MAX));
         gateway_rule.usage = cost.usage.map(|source| UsageCost { source, weights, on_missing, reserve, reserve_max });
@@ -568,7 +586,7 @@ fn read_cost(item: &Item, report: &mut Report) -> Option<WrittenCost> {
 /// The cost of a rule with [`Cost::Response`], in messages.
 pub fn stated_by(rule: &Rule) -> &'static str {
     match rule.cost {
-        Cost::Response { header: None, .. } => "a cost by `usage`",
+        Cost::Response { header: None, .. } => "a cost by `usage` or `bytes`",
         _ => "a cost from a response header",
     }
 }
@@ -579,10 +597,11 @@ fn read_refund_statuses(item: &Item, report: &mut Report) -> Option<Vec<RangeInc
 }
 
 /// Where the cost is stated: the key, and which of the keys of the amount is of use with it, and which is not.
-const COST_SOURCES: [(&str, &str, &str); 3] = [
+const COST_SOURCES: [(&str, &str, &str); 4] = [
     ("request-header", "default", "reserve"),
     ("response-header", "reserve", "default"),
     ("usage", "reserve", "default"),
+    ("bytes", "reserve", "default"),
 ];
 
 /// The key of the source alone decides which of the forms is meant.
@@ -594,9 +613,8 @@ fn check_cost_table(cost: &mut CostSettings, table: &mut Table, report: &mut Rep
     let mut given = COST_SOURCES.iter().filter_map(|source| Some((table.given(source.0)?, source)));
     let Some((item, (source, key, unused))) = given.next() else {
         if COST_SOURCES.iter().all(|(source, ..)| table.lacks(source)) {
-            let fix =
-                "write `request-header = \"x-cost\"`, or `response-header` or `usage` if the upstream reports the cost";
-            let message = "the cost has neither `request-header` nor `response-header` nor `usage`";
+            let fix = "write `request-header = \"x-cost\"`, or `response-header` or `usage` if the upstream reports the cost, or `bytes`";
+            let message = "the cost has neither `request-header` nor `response-header` nor `usage` nor `bytes`";
             report.problem(table.span.clone(), message, fix);
         }
         return;
@@ -615,6 +633,13 @@ fn check_cost_table(cost: &mut CostSettings, table: &mut Table, report: &mut Rep
             let message = format!("`reserve` cannot be a table with `{source}`");
             report.problem(reserve.span, message, "write a number");
         }
+    }
+    if *source == "bytes" {
+        if table.given("reserve").is_none() {
+            cost.reserve = Reserve::Fixed(0);
+        }
+    } else {
+        byte_cost::report_without_bytes(table, report);
     }
     if let Some(unused) = table.given("refund_on").filter(|_| *source == "request-header") {
         let message = "`refund_on` has no effect with `request-header`";
@@ -635,17 +660,17 @@ fn resolve_cost(cost: &WrittenCost, table: &Table, rule: &Rule, report: &mut Rep
     let max = |max: &Option<u32>| max.or(capacities().max()).unwrap_or(u32::MAX);
     let (cost, key) = match cost {
         WrittenCost::Fixed(cost) => (Cost::Fixed(*cost), ""),
-        WrittenCost::Stated(cost) => match (&cost.request_header, &cost.response_header, &cost.usage) {
-            (Some(header), None, None) => {
+        WrittenCost::Stated(cost) => match (&cost.request_header, &cost.response_header, &cost.usage, cost.bytes) {
+            (Some(header), None, None, None) => {
                 let (header, default) = (header.clone(), cost.default);
                 (Cost::Request { header, default, max: max(&cost.max) }, "default")
             }
-            (None, Some(header), None) => {
+            (None, Some(header), None, None) => {
                 let (header, reserve) = (Some(header.clone()), cost.reserve.default_cost());
                 (Cost::Response { header, reserve, max: max(&cost.max) }, "reserve")
             }
             // A reserve above a capacity is lowered to it.
-            (None, None, Some(_)) => {
+            (None, None, Some(_), None) | (None, None, None, Some(_)) => {
                 let reserve = cost.reserve.default_cost().min(max(&None));
                 return Cost::Response { header: None, reserve, max: u32::MAX };
             }

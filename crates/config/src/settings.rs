@@ -18,16 +18,19 @@ const HOUR_MS: u64 = 60 * 60 * 1000;
 pub const KIB: u64 = 1024;
 pub const MIB: u64 = 1024 * KIB;
 pub const GIB: u64 = 1024 * MIB;
+const TIB: u64 = 1024 * GIB;
 
 /// Units of a size, and their bytes.
-pub const SIZE_UNITS: [(&str, u64); 8] = [
+pub const SIZE_UNITS: [(&str, u64); 10] = [
     ("KiB", KIB),
     ("MiB", MIB),
     ("GiB", GIB),
+    ("TiB", TIB),
     ("kB", 1000),
     ("KB", 1000),
     ("MB", 1_000_000),
     ("GB", 1_000_000_000),
+    ("TB", 1_000_000_000_000),
     ("B", 1),
 ];
 
@@ -469,12 +472,7 @@ impl<T: Copy + TryFrom<u64>> Kind for Size<T> {
             };
             return bytes.and_then(|bytes| T::try_from(bytes).ok());
         };
-        let bytes = SIZE_UNITS.iter().find_map(|(unit, bytes)| {
-            let digits = text.strip_suffix(unit)?.trim_end();
-            let digits = Some(digits).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
-            digits.parse::<u64>().ok()?.checked_mul(*bytes)
-        });
-        let (message, fix) = match bytes {
+        let (message, fix) = match size_bytes(text) {
             Some(bytes) if range.contains(&bytes) => return T::try_from(bytes).ok(),
             Some(_) => (
                 format!("`{}` cannot be {}", item.key, quoted(text)),
@@ -506,6 +504,15 @@ impl<T: Copy + TryFrom<u64>> Kind for Size<T> {
     fn shape(&self) -> Shape {
         Shape::Size(self.2.clone())
     }
+}
+
+/// The bytes of a size with a unit.
+pub fn size_bytes(text: &str) -> Option<u64> {
+    SIZE_UNITS.iter().find_map(|(unit, bytes)| {
+        let digits = text.strip_suffix(unit)?.trim_end();
+        let digits = Some(digits).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
+        digits.parse::<u64>().ok()?.checked_mul(*bytes)
+    })
 }
 
 /// The size that is most likely intended by an invalid one: nginx and HAProxy write `20m`, Kubernetes writes `20Mi`. Their

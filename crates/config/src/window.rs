@@ -6,9 +6,10 @@
 
 use toml::de::DeValue;
 
+use super::byte_cost::{Tokens, tokens_of_size};
 use super::calendar;
 use super::diagnostics::{Report, Span, quoted, quoted_list};
-use super::settings::{Boolean, Custom, DAY_MS, Integer, Kind, Optional, Required, Section, Shape, Text};
+use super::settings::{Boolean, Custom, DAY_MS, Integer, Kind, Optional, Required, Section, Shape, Text, size_bytes};
 use super::toml_reader::{Item, SpannedString, Table, nearest};
 use transom_limiter::burst_bound;
 use transom_limiter::limit::{Limit, LimitError};
@@ -52,7 +53,7 @@ settings! {
     /// A layer of a rule, as a table.
     pub struct WindowSettings {
         /// Tokens granted at the start of each window.
-        limit: Option<u32> = Required(Optional(Integer(33, 1..=TOKENS_MAX)), TABLE_FIX);
+        limit: Option<u32> = Required(Optional(Tokens(33)), TABLE_FIX);
         /// Length of a window.
         period: Option<SpannedString> = Required(Custom::or_empty(Shape::Text("PERIOD"), read_period), TABLE_FIX);
         /// `"epoch"`: window number floor(Unix time / period). A time, such as `2024-01-01T09:00:00-08:00` (quotes
@@ -80,7 +81,7 @@ settings! {
         timezone: Option<SpannedString> = Text("IANA name", "\"Europe/Paris\"");
         /// Unused tokens roll over, up to this many; at least `limit`. With the `limit` itself none roll over, as without
         /// `capacity`. A key that is new or was idle for long has all of them.
-        capacity: Option<u32> = Optional(Integer(50, 1..=TOKENS_MAX));
+        capacity: Option<u32> = Optional(Tokens(50));
         /// Tokens that may be taken from future windows: by callers of the decision API, and by requests that are delayed
         /// (`on_limit = "delay"`). See [Tokens of other windows](../explanation/windows.md#tokens-of-other-windows).
         reserve: u32 = Integer(0, 0..=TOKENS_MAX);
@@ -164,7 +165,12 @@ fn read_layer(item: &Item, report: &mut Report) -> Option<Limit> {
     match item.value {
         DeValue::String(text) => {
             let explain = |error| (format!("{} is not a limit", quoted(text)), limit_fix(text, error));
-            report.accept(item.span.clone(), Limit::parse(text).map_err(explain))
+            let of_size = |(size, period): (&str, &str)| Some((size_bytes(size.trim())?, period.to_owned()));
+            let limit = match text.split_once('/').and_then(of_size) {
+                Some((bytes, period)) => Limit::new(tokens_of_size(bytes, item, report)?, &period),
+                None => Limit::parse(text),
+            };
+            report.accept(item.span.clone(), limit.map_err(explain))
         }
         DeValue::Table(_) => read_window_table(item, report),
         DeValue::Integer(_) => {

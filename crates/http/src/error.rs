@@ -105,6 +105,8 @@ pub enum RequestError {
     BodyTooSlow,
     /// The body exceeds this number of bytes.
     BodyTooLarge(u64),
+    /// Bytes beyond the limit of a rule have passed, and the rule cuts transfers.
+    LimitExceeded,
     /// The body has a member twice that rules depend on.
     BodyAmbiguous,
     /// The content coding of the body is unknown, or its data are invalid, and rules depend on the body.
@@ -224,6 +226,7 @@ error_kinds! {
     BodyTimeout        "body_timeout"         Client   408 DeadlineExceeded  Quiet   true,
     BodyTooSlow        "body_too_slow"        Client   408 DeadlineExceeded  Quiet   true,
     BodyTooLarge       "body_too_large"       Client   413 ResourceExhausted Quiet   true,
+    LimitExceeded      "limit_exceeded"       Client   429 ResourceExhausted Quiet   true,
     BodyAmbiguous      "body_ambiguous"       Client   400 Internal          Quiet   false,
     BodyCoding         "body_coding"          Client   415 Internal          Quiet   true,
     BodyMemory         "body_memory"          Gateway  503 Unavailable       Warning true,
@@ -290,7 +293,11 @@ impl RequestError {
     pub fn is_of_request_body(&self) -> bool {
         matches!(
             self,
-            RequestError::Body | RequestError::BodyTimeout | RequestError::BodyTooSlow | RequestError::BodyTooLarge(_)
+            RequestError::Body
+                | RequestError::BodyTimeout
+                | RequestError::BodyTooSlow
+                | RequestError::BodyTooLarge(_)
+                | RequestError::LimitExceeded
         )
     }
 
@@ -382,6 +389,7 @@ impl fmt::Display for RequestError {
                 f.write_str("the body of the request has a member twice that the limits depend on")
             }
             RequestError::BodyCoding => f.write_str("the content coding of the request cannot be decoded"),
+            RequestError::LimitExceeded => f.write_str("the transfer was cut off: it exceeds a limit of bytes"),
             RequestError::BodyMemory => f.write_str("too many bodies of requests are being read at the moment"),
             RequestError::Stalled => f.write_str("the client did not read the response"),
             RequestError::Connect(_) => f.write_str("no upstream server could be reached"),

@@ -292,7 +292,7 @@ impl<'a> WindowVerdict<'a> {
 
 impl ChargePlan {
     /// Whether a charge takes tokens of later windows.
-    fn takes_later_tokens(&self, charge: &LayerCharge) -> bool {
+    pub fn takes_later_tokens(&self, charge: &LayerCharge) -> bool {
         charge.usage.used > u64::from(self.layer(charge.layer).capacity)
     }
 }

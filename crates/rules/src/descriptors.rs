@@ -115,6 +115,7 @@ mod tests {
             count_when: None,
             when: None,
             usage: None,
+            bytes: None,
             refund_on: Vec::new(),
             on_unknown_key: OnUnknownKey::Count,
             descriptor: descriptor.clone(),

@@ -5,7 +5,7 @@
 //! remaining tokens, and `t` the seconds until the window ends, rounded up. `w` is a whole number: windows that are not whole
 //! seconds are stated as several windows that are, with as many times the limit. During a penalty, all layers of its rule have no
 //! tokens until the penalty ends. A limit of concurrent requests has `q`, `qu` and `r` only. `qu` is the unit of a limit, if it counts
-//! anything else than requests. Other fields, such as `X-RateLimit-*`, report one layer only, the nearest to its limit:
+//! anything else than requests; bytes are stated as such, whatever a token stands for. Other fields, such as `X-RateLimit-*`, report one layer only, the nearest to its limit:
 //! `NEAREST_FIELDS` lists them. Names are rendered at load.
 
 use std::ops::Range;
@@ -26,6 +26,9 @@ use transom_limiter::window_kind::Usage;
 
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
+
+/// The greatest integer of Structured Fields.
+const INTEGER_MAX: u64 = 999_999_999_999_999;
 
 /// Fields that report one layer: of the layers that they are about, the one with the fewest remaining tokens.
 #[derive(Debug)]
@@ -61,6 +64,7 @@ const ALL: &[QuotaUnit] = &[
     QuotaUnit::OutputTokens,
     QuotaUnit::WeightedTokens,
     QuotaUnit::Stated,
+    QuotaUnit::Bytes,
 ];
 
 static NEAREST_FIELDS: [NearestFields; 7] = {
@@ -238,6 +242,8 @@ struct ReportedLayer {
     windows: Windows,
     /// The parameter `qu`.
     unit: Option<&'static str>,
+    /// How many of it are a token.
+    unit_size: u64,
     is_ietf: bool,
 }
 
@@ -248,6 +254,7 @@ impl RateLimitTemplate {
         for (position, rule) in charge_plan.compiled_rules() {
             let configured = rule_of(charge_plan.rules()[position]);
             let (style, unit) = (configured.rate_limit_style, configured.quota_unit());
+            let unit_size = configured.bytes.map_or(1, |bytes| bytes.unit);
             if rule.rule.is_shadow() || style == RateLimitStyle::Off {
                 continue;
             }
@@ -267,6 +274,7 @@ impl RateLimitTemplate {
                 capacity: u64::from(limit.capacity()),
                 windows: limit.windows.clone(),
                 unit: unit.text(),
+                unit_size,
                 is_ietf,
             };
             let mut variants = IdVec::new();
@@ -391,8 +399,8 @@ impl RateLimitTemplate {
             |(layer, usage): &(&ReportedLayer, Usage)| (layer.remaining(*usage), std::cmp::Reverse(usage.end_ms));
         reported.min_by_key(nearness).map(|(layer, usage)| NearestLimit {
             fields,
-            limit: layer.limit,
-            remaining: layer.remaining(usage),
+            limit: layer.stated(layer.limit.into()),
+            remaining: layer.stated(layer.remaining(usage)),
             reset_ms: usage.end_ms,
             now_ms,
         })
@@ -409,10 +417,19 @@ impl ReportedLayer {
         self.capacity.saturating_sub(usage.used)
     }
 
+    /// The number of tokens, or of their bytes, that clients are told.
+    #[inline]
+    fn stated(&self, tokens: u64) -> u64 {
+        match self.unit_size {
+            1 => tokens,
+            unit_size => tokens.saturating_mul(unit_size).min(INTEGER_MAX),
+        }
+    }
+
     fn write_policy(&self, window_ms: u64, text: &mut Vec<u8>) {
         text.extend_from_slice(self.name.as_bytes());
         text.extend_from_slice(b";q=");
-        push_number(u64::from(self.limit) * self.stated_windows, text);
+        push_number(self.stated(u64::from(self.limit) * self.stated_windows), text);
         text.extend_from_slice(b";w=");
         push_number(window_ms * self.stated_windows / 1000, text);
         if let Some(unit) = self.unit {
@@ -425,7 +442,7 @@ impl ReportedLayer {
     fn write_state(&self, usage: Usage, now_ms: u64, text: &mut Vec<u8>) {
         text.extend_from_slice(self.name.as_bytes());
         text.extend_from_slice(b";r=");
-        push_number(self.remaining(usage), text);
+        push_number(self.stated(self.remaining(usage)), text);
         text.extend_from_slice(b";t=");
         push_number(seconds_until(usage.end_ms, now_ms), text);
     }
@@ -469,7 +486,7 @@ pub struct RateLimitFields {
 #[derive(Clone, Debug)]
 struct NearestLimit {
     fields: &'static NearestFields,
-    limit: u32,
+    limit: u64,
     remaining: u64,
     /// The end of the window, Unix milliseconds, as the present.
     reset_ms: u64,
@@ -495,7 +512,7 @@ impl RateLimitFields {
         }
         for NearestLimit { fields, limit, remaining, reset_ms, now_ms } in self.nearest.into_iter().flat_map(|all| *all)
         {
-            headers.insert(fields.limit.clone(), number(u64::from(limit)));
+            headers.insert(fields.limit.clone(), number(limit));
             headers.insert(fields.remaining.clone(), number(remaining));
             headers.insert(fields.reset.clone(), fields.reset_form.value(reset_ms, now_ms));
         }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use http::{HeaderMap, HeaderName, StatusCode};
 
 use transom_config::Config;
+use transom_config::byte_cost::ByteCost;
 use transom_config::count_when::CountWhen;
 use transom_config::usage_cost::OnMissingUsage;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
@@ -47,6 +48,8 @@ enum StatedCost {
     },
     /// In the body.
     Usage { source: SourceId, weights: ModelWeights, on_missing: OnMissingUsage },
+    /// The bytes that pass, which are charged meanwhile.
+    Bytes(ByteCost),
 }
 
 /// The responses of a list of rules: which charges depend on them, and what is read of their bodies.
@@ -57,6 +60,8 @@ pub struct ResponseCosts {
     pub reading_plan: Option<Arc<ReadingPlan>>,
     /// What is read of requests as they pass: their model, if costs depend on it, and it is not read before the decision.
     pub model_plan: Option<Arc<ReadingPlan>>,
+    /// Whether a rule counts bytes.
+    pub counts_bytes: bool,
 }
 
 /// A response, as far as it is known.
@@ -100,7 +105,7 @@ impl ResponseCosts {
         learnt: &IdVec<RuleId, Option<Arc<LearntCosts>>>,
     ) -> ResponseCosts {
         let mut plan = ReadingPlan::of_responses();
-        let (mut reads_usage, mut depends_on_model) = (false, false);
+        let (mut reads_usage, mut depends_on_model, mut counts_bytes) = (false, false, false);
         let response_cost = |(position, id): (PlanPosition, &RuleId)| {
             let (rule, learnt) = (&config.rules[*id], learnt[*id].clone());
             let stated = match (&rule.usage, &rule.cost) {
@@ -109,6 +114,10 @@ impl ResponseCosts {
                     depends_on_model |= !usage.weights.is_for_all();
                     let (source, weights) = (plan.add(&usage.source), usage.weights.clone());
                     Some(StatedCost::Usage { source, weights, on_missing: usage.on_missing })
+                }
+                (None, _) if rule.bytes.is_some() => {
+                    counts_bytes = true;
+                    rule.bytes.map(StatedCost::Bytes)
                 }
                 (None, Cost::Response { header: Some(header), max, .. }) => {
                     HeaderName::from_bytes(header.as_bytes()).ok().map(|name| StatedCost::Field { name, max: *max })
@@ -125,6 +134,7 @@ impl ResponseCosts {
             rules,
             reading_plan: reads_usage.then(|| Arc::new(plan)),
             model_plan: depends_on_model.then(|| Arc::new(ReadingPlan::of_requests())),
+            counts_bytes,
         }
     }
 }
@@ -138,6 +148,7 @@ impl ResponseCostRule {
             (None, _) => return FinalCost::KnownAtEnd,
             (Some(false), _) => return FinalCost::NotCounted,
             (Some(true), None) => return FinalCost::AsCharged,
+            (Some(true), Some(StatedCost::Bytes(_))) => None,
             (Some(true), Some(StatedCost::Field { name, max })) => stated_in(headers, name, *max),
             (Some(true), Some(StatedCost::Usage { source, weights, on_missing })) => {
                 let Some(body) = body else { return FinalCost::KnownAtEnd };
@@ -177,6 +188,19 @@ impl ResponseCostRule {
     /// Whether the body states the cost.
     pub fn reads_usage(&self) -> bool {
         matches!(self.stated, Some(StatedCost::Usage { .. }))
+    }
+
+    /// The bytes that it counts.
+    pub fn bytes(&self) -> Option<ByteCost> {
+        match &self.stated {
+            Some(StatedCost::Bytes(bytes)) => Some(*bytes),
+            _ => None,
+        }
+    }
+
+    /// Whether the response decides whether a request costs anything.
+    pub fn is_conditional(&self) -> bool {
+        self.count_when.is_some() || !self.refund_on.is_empty()
     }
 
     /// Whether a request that has reached no server costs nothing.

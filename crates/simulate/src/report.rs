@@ -385,7 +385,11 @@ fn notes(read: &ReadCounts, replay: &Replay) -> Vec<String> {
         if let Cost::Response { header, reserve, .. } = &rule.cost
             && inputs.without_response_cost > 0
         {
-            let stated = header.as_ref().map_or_else(|| "usage".to_owned(), |name| format!("response field `{name}`"));
+            let stated = match header {
+                Some(name) => format!("response field `{name}`"),
+                None if rule.bytes.is_some() => "sizes that are read".to_owned(),
+                None => "usage".to_owned(),
+            };
             notes.push(format!(
                 "rule `{name}`: {} of {} lines have no {stated} and cost {reserve}",
                 inputs.without_response_cost, inputs.requests

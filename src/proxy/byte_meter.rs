@@ -1,0 +1,261 @@
+//! Charges the bytes of bodies and tunnels while they pass, for rules whose cost they are.
+//!
+//! The body of the request, that of the response and a tunnel count in the meter of their request. The worker charges what has been
+//! added twice a second (see `RunningCharges`), and the end of each body does. The rest is charged when the last holder drops the
+//! meter: so whatever ends a request, what has passed is charged, once.
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::task::{Poll, Waker};
+
+use transom_config::byte_cost::{ByteCost, OnExceeded};
+use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::rule_set::KeyedRequest;
+use transom_limiter::store_key::StoreKeys;
+use transom_rules::RouteRulesId;
+use transom_store::counter_access::RequestKeys;
+use transom_store::scripts::Refund;
+use transom_store::settlement::RuleCharges;
+
+use super::response::{BodyEnded, BodyObserver, ResponseBody};
+use super::worker_config::WorkerConfig;
+use super::worker_state::{RunningCharge, WorkerState};
+use crate::upstream::request_body::{RequestBody, UploadViolation};
+use crate::upstream::tunnel::ByteCounts;
+
+pub struct ByteMeter {
+    worker: Rc<WorkerState>,
+    config: Rc<WorkerConfig>,
+    rules_id: RouteRulesId,
+    keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
+    store_keys: StoreKeys,
+    /// Refunds of what the shared store has charged in advance, with the rule.
+    refunds: Vec<(PlanPosition, Refund)>,
+    rules: RefCell<Vec<MeteredRule>>,
+    pub counts: ByteCounts,
+    cut: Cut,
+}
+
+/// A rule that has charged its reserve.
+pub struct MeteredRule {
+    position: PlanPosition,
+    cost: ByteCost,
+    /// What was charged in advance.
+    reserved: RuleCharges,
+    /// Tokens.
+    charged: u64,
+    state: State,
+    /// Whether it breaks off transfers that exceed it.
+    cuts: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Charges what passes.
+    Charging,
+    /// The response decides whether the request costs anything.
+    Waiting,
+    /// Nothing is charged any more.
+    Settled,
+}
+
+/// Which directions are broken off.
+#[derive(Default)]
+struct Cut {
+    request: Cell<bool>,
+    response: Cell<bool>,
+    /// Of a tunnel.
+    waker: RefCell<Option<Waker>>,
+}
+
+impl MeteredRule {
+    /// `charged`: in advance. `is_conditional`: whether it charges nothing else before the response.
+    pub fn new(
+        position: PlanPosition,
+        cost: ByteCost,
+        (reserved, charged): (RuleCharges, u32),
+        is_conditional: bool,
+        is_shadow: bool,
+    ) -> MeteredRule {
+        let state = if is_conditional { State::Waiting } else { State::Charging };
+        let cuts = cost.on_exceeded == OnExceeded::Cut && !is_shadow;
+        MeteredRule { position, cost, reserved, charged: charged.into(), state, cuts }
+    }
+}
+
+impl ByteMeter {
+    pub fn start(
+        worker: &Rc<WorkerState>,
+        config: &Rc<WorkerConfig>,
+        rules_id: RouteRulesId,
+        keys: (&IdVec<PlanPosition, Option<KeyedRequest>>, &StoreKeys),
+        refunds: &[(PlanPosition, Refund)],
+        rules: Vec<MeteredRule>,
+    ) -> Rc<ByteMeter> {
+        let meter = Rc::new(ByteMeter {
+            worker: Rc::clone(worker),
+            config: Rc::clone(config),
+            rules_id,
+            keyed_requests: keys.0.clone(),
+            store_keys: keys.1.clone(),
+            refunds: refunds.to_vec(),
+            rules: RefCell::new(rules),
+            counts: ByteCounts::default(),
+            cut: Cut::default(),
+        });
+        worker.running_charges.add(&meter);
+        meter
+    }
+
+    /// Counts the body of the request as it passes.
+    pub fn observe_request(self: &Rc<Self>, body: &mut RequestBody) {
+        if self.rules.borrow().iter().any(|rule| rule.cost.counted.has_request()) {
+            let meter = Rc::clone(self);
+            body.observe(Box::new(move |bytes| {
+                if meter.cut.request.get() {
+                    return Err(UploadViolation::LimitExceeded);
+                }
+                meter.counts.to_upstream.update(|before| before + bytes.len() as u64);
+                Ok(())
+            }));
+        }
+    }
+
+    /// Counts the body of the response as it passes.
+    pub fn observe_response(self: &Rc<Self>, body: &mut ResponseBody) {
+        if self.rules.borrow().iter().any(|rule| rule.cost.counted.has_response()) {
+            body.observe_sent(|inner| Box::new(MeteredResponse { meter: Rc::clone(self), inner }));
+        }
+    }
+
+    /// The response decides that the request counts under a rule that was waiting for it.
+    pub fn count(&self, position: PlanPosition) {
+        let mut rules = self.rules.borrow_mut();
+        let waiting = rules.iter_mut().filter(|rule| rule.position == position && rule.state == State::Waiting);
+        waiting.for_each(|rule| rule.state = State::Charging);
+    }
+
+    /// The response decides that the request costs nothing under a rule. Refunds the reserve.
+    pub fn refund(&self, position: PlanPosition) {
+        for rule in self.rules.borrow_mut().iter_mut().filter(|rule| rule.position == position) {
+            rule.state = State::Settled;
+            self.worker.counters.settle(self.keys(), position, &rule.reserved, &self.refunds, 0);
+        }
+    }
+
+    /// Charges what has passed since the last call; `true` if that was anything.
+    pub fn charge(&self) -> bool {
+        let mut is_changed = false;
+        for rule in self.rules.borrow_mut().iter_mut().filter(|rule| rule.state == State::Charging) {
+            if self.charge_rule(rule) {
+                is_changed = true;
+                if rule.cuts && self.is_exceeded(rule.position) {
+                    self.cut(rule.cost);
+                }
+            }
+        }
+        is_changed
+    }
+
+    fn tokens(&self, rule: &MeteredRule) -> u64 {
+        rule.cost.tokens(self.counts.to_upstream.get(), self.counts.to_client.get())
+    }
+
+    fn charge_rule(&self, rule: &mut MeteredRule) -> bool {
+        let Some(keyed_request) = self.keyed_requests[rule.position] else { return false };
+        let tokens = self.tokens(rule);
+        let is_changed = tokens > rule.charged;
+        while tokens > rule.charged {
+            let cost = u32::try_from(tokens - rule.charged).unwrap_or(u32::MAX);
+            self.worker.counters.charge_excess(self.keys(), rule.position, KeyedRequest { cost, ..keyed_request });
+            rule.charged += u64::from(cost);
+        }
+        is_changed
+    }
+
+    /// Whether more was used than a window has.
+    fn is_exceeded(&self, position: PlanPosition) -> bool {
+        let charge_plan = &self.config.served.route_rules[self.rules_id].charge_plan;
+        let mut scratch = self.config.scratch();
+        let context = &mut scratch.context;
+        context.inputs.keyed_requests.clear();
+        context.inputs.keyed_requests.extend_from(&self.keyed_requests);
+        self.worker.counters.peek(charge_plan, context);
+        let mut charges =
+            context.charges_of_rule(position).filter(|charge| !charge_plan.layer(charge.layer).is_penalty());
+        charges.any(|charge| charge_plan.takes_later_tokens(charge))
+    }
+
+    fn cut(&self, cost: ByteCost) {
+        self.cut.request.set(self.cut.request.get() || cost.counted.has_request());
+        self.cut.response.set(self.cut.response.get() || cost.counted.has_response());
+        self.cut.waker.take().into_iter().for_each(Waker::wake);
+    }
+
+    /// Waits until a rule breaks off the tunnel, in either direction.
+    pub async fn cut_off(&self) {
+        poll_fn(|cx| {
+            if self.cut.request.get() || self.cut.response.get() {
+                return Poll::Ready(());
+            }
+            self.cut.waker.replace(Some(cx.waker().clone()));
+            Poll::Pending
+        })
+        .await;
+    }
+
+    fn keys(&self) -> RequestKeys<'_> {
+        RequestKeys {
+            charge_plan: &self.config.served.route_rules[self.rules_id].charge_plan,
+            keyed_requests: &self.keyed_requests,
+            store_keys: &self.store_keys,
+        }
+    }
+}
+
+impl RunningCharge for ByteMeter {
+    fn charge_now(&self) {
+        self.charge();
+    }
+}
+
+impl Drop for ByteMeter {
+    /// Charges the rest, and refunds what was reserved beyond it. Without a response, a request counts.
+    fn drop(&mut self) {
+        self.worker.running_charges.remove(self);
+        let mut rules = self.rules.take();
+        for rule in rules.iter_mut().filter(|rule| rule.state != State::Settled) {
+            self.charge_rule(rule);
+            if let Ok(tokens) = u32::try_from(self.tokens(rule)) {
+                let is_refund = u64::from(tokens) < rule.charged;
+                if is_refund {
+                    self.worker.counters.settle(self.keys(), rule.position, &rule.reserved, &self.refunds, tokens);
+                }
+            }
+        }
+    }
+}
+
+/// Follows the body of a response, with the observer that follows it too.
+struct MeteredResponse {
+    meter: Rc<ByteMeter>,
+    inner: Option<Box<dyn BodyObserver>>,
+}
+
+impl BodyObserver for MeteredResponse {
+    fn is_cut(&self) -> bool {
+        self.meter.cut.response.get()
+    }
+
+    fn data(&mut self, bytes: &[u8]) {
+        self.meter.counts.to_client.update(|before| before + bytes.len() as u64);
+        self.inner.iter_mut().for_each(|inner| inner.data(bytes));
+    }
+
+    fn end(self: Box<Self>, end: BodyEnded<'_>) {
+        // First the trailers may decide whether the request counts.
+        self.inner.into_iter().for_each(|inner| inner.end(end));
+        self.meter.charge();
+    }
+}
