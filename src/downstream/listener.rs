@@ -263,7 +263,10 @@ pub async fn accept_connections(socket: TcpListener, listener: Rc<Listener>) {
             }
             Some(Err(error)) if is_connection_error(&error) => {}
             Some(Err(error)) => {
-                tracing::warn!(%error, "accepting connections failed; retrying");
+                let worker = &context.worker;
+                if let Some(suppressed) = worker.log_throttle.allow("accept", worker.clock.instant()) {
+                    tracing::warn!(%error, suppressed, "accepting connections failed; retrying");
+                }
                 tokio::time::sleep(BACK_OFF).await;
             }
         }

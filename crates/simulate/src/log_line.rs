@@ -748,12 +748,12 @@ fn parse_client(text: Span, line: &[u8]) -> Option<(IpAddr, Span)> {
     }
 }
 
-/// Whether a text is what `X-Forwarded-For` has: addresses, separated by commas.
+/// Whether a text is what `X-Forwarded-For` has: names of nodes, separated by commas, of which the last is an address. Clients write
+/// the first ones, such as `unknown`.
 fn is_address_list(text: &[u8]) -> bool {
-    let is_sign = |byte: &u8| byte.is_ascii_hexdigit() || b".:, []".contains(byte);
-    !text.is_empty()
-        && text.iter().all(is_sign)
-        && text.split(|byte| *byte == b',').all(|element| parse_address(element.trim_ascii()).is_some())
+    let is_sign = |byte: &u8| byte.is_ascii_alphanumeric() || b".:[]_-".contains(byte);
+    let mut nodes = text.rsplit(|byte| *byte == b',').map(<[u8]>::trim_ascii);
+    nodes.next().and_then(parse_address).is_some() && nodes.all(|node| node.iter().all(is_sign))
 }
 
 /// An address, also with a port.
@@ -835,6 +835,9 @@ mod tests {
             (format!(r#"10.0.0.1 - - {rest} "203.0.113.7""#), "10.0.0.1", "203.0.113.7", ""),
             (format!(r#"10.0.0.1 - ann {rest} "203.0.113.7, 10.0.0.9""#), "10.0.0.1", "203.0.113.7, 10.0.0.9", "ann"),
             (format!(r#"10.0.0.1 - - {rest} "2001:db8::7,[2001:db8::8]:80""#), "10.0.0.1", "2001:db8::7,[2001:db8::8]:80", ""),
+            (format!(r#"10.0.0.1 - - {rest} "unknown, _x-1, 203.0.113.7""#), "10.0.0.1", "unknown, _x-1, 203.0.113.7", ""),
+            (format!(r#"10.0.0.1 - - {rest} "203.0.113.7, unknown""#), "10.0.0.1", "", ""),
+            (format!(r#"10.0.0.1 - - {rest} "a b, 203.0.113.7""#), "10.0.0.1", "", ""),
             (format!(r#"10.0.0.1 - - {rest} "-""#), "10.0.0.1", "", ""),
             (format!(r#"10.0.0.1 - - {rest} "0.005""#), "10.0.0.1", "", ""),
             (format!(r#"10.0.0.1 - - {rest} "unknown""#), "10.0.0.1", "", ""),
