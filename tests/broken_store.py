@@ -19,8 +19,8 @@ MISTAKES = [
     (
         "a refund goes to the window after that of the charge",
         "scripts.rs",
-        "let RefundTarget { kind, number, limit, .. } = *self;",
-        "let RefundTarget { kind, mut number, limit, .. } = *self;\n        number += 1;",
+        "let RefundTarget { kind, number, limit, used_max, .. } = *self;",
+        "let RefundTarget { kind, mut number, limit, used_max, .. } = *self;\n        number += 1;",
     ),
     (
         "a refund gives the place of requests that wait to others",

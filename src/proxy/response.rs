@@ -178,11 +178,11 @@ impl ResponseBody {
         }
     }
 
-    /// The result of `observer` follows what is sent of the body, and takes over an observer that does.
+    /// Sets the observer of what is sent of the body: what `observer` makes of the present one.
     pub fn observe_sent(&mut self, observer: impl FnOnce(Option<Box<dyn BodyObserver>>) -> Box<dyn BodyObserver>) {
         self.0.observer = Some(observer(self.0.observer.take()));
         if let Content::Local(Some(bytes)) = &mut self.0.content {
-            // Not to be taken as a whole.
+            // As a stream, so that the connection polls the body instead of taking the bytes.
             let stream = Full::new(std::mem::take(bytes)).map_err(|never| match never {});
             self.0.content = Content::Stream(Box::pin(stream));
         }

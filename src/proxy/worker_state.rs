@@ -65,20 +65,21 @@ impl<'a> DecidedBy<'a> {
     }
 }
 
-/// What a request is charged while it lasts.
+/// A request whose cost grows while it lasts.
 pub trait RunningCharge {
+    /// Charges what has been added since the last call.
     fn charge_now(&self);
 }
 
 /// How often [`RunningCharges`] charges.
 const CHARGE_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The charges of requests in progress, which are made while there are any.
+/// The requests in progress whose cost grows. A task charges them all, as long as there are any.
 #[derive(Default)]
 pub struct RunningCharges {
     /// By address.
     charges: RefCell<HashMap<usize, Weak<dyn RunningCharge>>>,
-    /// A task charges.
+    /// The task runs.
     is_active: Cell<bool>,
 }
 

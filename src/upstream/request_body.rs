@@ -64,7 +64,7 @@ impl BufferedBody {
     }
 }
 
-/// Is shown the data of a body, and may break it off.
+/// Called with the data of a body as it passes. An error breaks the body off.
 pub type DataObserver = Box<dyn FnMut(&[u8]) -> Result<(), UploadViolation>>;
 
 /// A body whose data is shown to an observer as it passes.

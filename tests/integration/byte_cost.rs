@@ -61,10 +61,14 @@ fn upstream() -> Upstream {
     Upstream::responding(response_to)
 }
 
+fn used(gateway: &Gateway, rule: &str) -> u64 {
+    let query = json!({"rule": rule, "key": "127.0.0.1"});
+    gateway.decision("value", &query).expect(200).json()["count"].as_u64().unwrap()
+}
+
 /// Waits until a gateway has charged so many tokens.
 fn eventually_used(gateway: &Gateway, tokens: u64) {
-    let query = json!({"rule": "r", "key": "127.0.0.1"});
-    eventually_eq(|| gateway.decision("value", &query).expect(200).json()["count"].as_u64().unwrap(), tokens);
+    eventually_eq(|| used(gateway, "r"), tokens);
 }
 
 fn cut_transfers(gateway: &Gateway) -> u64 {
@@ -113,6 +117,37 @@ fn only_counted_responses_are_charged() {
         eventually_used(&gateway, of_error);
         gateway.client().post("/", [b'x'; 2500]).expect(200);
         eventually_used(&gateway, of_error + of_other);
+    }
+}
+
+#[test]
+fn nothing_is_charged_before_the_response_decides() {
+    for condition in ["refund_on = [\"5xx\"]", "count_when = { status = [200] }"] {
+        let (proceed, released) = channel();
+        let released = Mutex::new(released);
+        let upstream = Upstream::with_script(move |connection| {
+            connection.read_request();
+            let _ = released.lock().unwrap().recv();
+            connection.send(reply(500, &[], b""));
+        });
+        let (in_cost, in_rule) = match condition.starts_with("refund_on") {
+            true => (format!(", {condition}"), String::new()),
+            false => (String::new(), format!("\n{condition}")),
+        };
+        let conditional = format!("{}{in_rule}", rule("100kB", "both", &in_cost));
+        let charging = format!("[rules.charging]\nkey = \"ip\"\n{}\n[[routes]]", rule("100kB", "both", ""));
+        let toml = config(&upstream, &conditional).replace("[[routes]]", &charging);
+        let gateway = Gateway::start(&toml.replace("[\"r\"]", "[\"r\", \"charging\"]"));
+        // Dropped before the upstream, which waits for it.
+        let proceed = proceed;
+        let mut client = gateway.client();
+        client.send(request("POST", "/", &[], &[b'x'; 2500]));
+        // The same call charges both rules, or does not.
+        eventually_eq(|| used(&gateway, "charging"), 3);
+        assert_eq!(used(&gateway, "r"), 0, "{condition}");
+        proceed.send(()).unwrap();
+        client.read_response().expect(500);
+        assert_eq!(used(&gateway, "r"), 0, "{condition}");
     }
 }
 

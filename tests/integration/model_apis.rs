@@ -201,7 +201,7 @@ fn refusals_are_errors_of_the_api() {
         assert_eq!(refused.field("x-should-retry"), None);
         assert_eq!(refused.json(), error("Rate limit r reached: limit 2. Please try again in 60s."));
         assert_eq!(refused.field("ratelimit"), Some("\"r\";r=0;t=60"));
-        // To wait less is in vain; to wait so long is enough.
+        // A millisecond earlier the request is refused; then it is admitted.
         gateway.advance(Duration::from_millis(59_749));
         assert_eq!(client.get("/a").expect(429).field("retry-after-ms"), Some("1"));
         gateway.advance(Duration::from_millis(1));

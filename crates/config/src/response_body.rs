@@ -26,7 +26,7 @@ impl Body {
     }
 }
 
-/// The API whose errors refusals look like.
+/// The API in whose form refusals state errors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BodyStyle {
     OpenAi,
@@ -84,7 +84,7 @@ pub fn check_content_type(table: &Table, owner: &str, report: &mut Report) {
     }
 }
 
-/// Reports a body beside the style of another.
+/// Reports a `body` beside a `body_style`.
 pub fn check_body_style(table: &Table, report: &mut Report) {
     if let (Some(_), Some(item)) = (table.given("body_style"), table.given("body")) {
         report.problem(item.key_span, "`body` and `body_style` are both given", "keep one of the two");

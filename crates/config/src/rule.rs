@@ -148,19 +148,20 @@ settings! {
         unit: u64 = Size(byte_cost::DEFAULT_UNIT, "\"1KiB\"", 1..=byte_cost::UNIT_MAX);
         /// With `bytes`: what happens to a transfer that has exceeded the limit. `"cut"`: it is [broken off](#bytes).
         on_exceeded: OnExceeded = Choice(OnExceeded::Finish, &ON_EXCEEDED);
-        /// With `usage`, `bytes` or `response-header`: statuses such as `429` and `"5xx"` of the server for which a response costs nothing
-        /// that states no cost. With `usage`, the default is `["4xx", "5xx"]`, and requests that reach no server cost nothing
-        /// either, unless the list is empty.
+        /// With `usage`, `bytes` or `response-header`: statuses such as `429` and `"5xx"` of the server for which a response costs
+        /// nothing that states no cost. With `usage`, the default is `["4xx", "5xx"]`, and requests that reach no server cost
+        /// nothing either, unless the list is empty.
         refund_on: Option<Vec<RangeInclusive<u16>>> = Optional(Custom::or_empty(
             Shape::list_of(vec![Shape::Integer(100..=599), Shape::Text("`\"4xx\"`")]),
             read_refund_statuses,
         ));
         /// With `request-header`: cost without the field.
         default: u32 = Integer(1, 0..=COST_MAX);
-        /// With `bytes`: tokens that are charged in advance; 0 by default. With `response-header` and `usage`: charged in advance, and the whole charge if the response states no cost, or an unclear
-        /// one. A client that disconnects before the response head pays `reserve`, so set it to the usual cost. With 0 a request
-        /// takes nothing until its response, and is admitted while a token is left; the store then decides each request, as with
-        /// `shared = "exact"`. With `usage` also a [table](#reserve).
+        /// With `bytes`: tokens that are charged in advance; 0 by default. With `response-header` and `usage`: charged in
+        /// advance, and the whole charge if the response states no cost, or an unclear one. A client that disconnects before the
+        /// response head pays `reserve`, so set it to the usual cost. With 0 a request takes nothing until its response, and is
+        /// admitted while a token is left; the store then decides each request, as with `shared = "exact"`. With `usage` also a
+        /// [table](#reserve).
         reserve: Reserve = reserve();
         /// Greatest cost. Without it: the smallest capacity of the rule's layers, or of a plan or override if that is larger. With
         /// `usage` and `bytes`: greatest `reserve`; what was used is charged whole.
@@ -219,7 +220,7 @@ pub struct RefusalResponse {
     pub status: Option<u16>,
     /// Replaces the problem document.
     pub body: Option<Body>,
-    /// Replaces the problem document, and adds the fields that SDKs of the API read.
+    /// Replaces the problem document by an error of the API, and adds the fields that its SDKs read.
     pub body_style: Option<BodyStyle>,
     /// Upper bound in seconds of the random time that is added to Retry-After.
     pub retry_jitter_s: u64,

@@ -4,9 +4,9 @@
 //! draft-ietf-httpapi-ratelimit-headers-11: one item per layer, with `q` the limit, `w` the window in seconds, `r` the
 //! remaining tokens, and `t` the seconds until the window ends, rounded up. `w` is a whole number: windows that are not whole
 //! seconds are stated as several windows that are, with as many times the limit. During a penalty, all layers of its rule have no
-//! tokens until the penalty ends. A limit of concurrent requests has `q`, `qu` and `r` only. `qu` is the unit of a limit, if it counts
-//! anything else than requests; bytes are stated as such, whatever a token stands for. Other fields, such as `X-RateLimit-*`, report one layer only, the nearest to its limit:
-//! `NEAREST_FIELDS` lists them. Names are rendered at load.
+//! tokens until the penalty ends. A limit of concurrent requests has `q`, `qu` and `r` only. `qu` is the unit of a limit that counts
+//! something else than requests. Limits of bytes are stated in bytes, and not in tokens of several bytes. Other fields, such as
+//! `X-RateLimit-*`, report one layer only, the nearest to its limit: `NEAREST_FIELDS` lists them. Names are rendered at load.
 
 use std::ops::Range;
 
@@ -33,9 +33,9 @@ const INTEGER_MAX: u64 = 999_999_999_999_999;
 /// Fields that report one layer: of the layers that they are about, the one with the fewest remaining tokens.
 #[derive(Debug)]
 struct NearestFields {
-    /// The rules that they are about.
+    /// Style and units of the rules that they are about.
     style: RateLimitStyle,
-    units: &'static [QuotaUnit],
+    units: ReportedUnits,
     limit: HeaderName,
     remaining: HeaderName,
     reset: HeaderName,
@@ -53,19 +53,18 @@ enum ResetForm {
     Timestamp,
 }
 
-const REQUESTS: &[QuotaUnit] = &[QuotaUnit::Requests];
-const INPUT: &[QuotaUnit] = &[QuotaUnit::InputTokens];
-const OUTPUT: &[QuotaUnit] = &[QuotaUnit::OutputTokens];
-const TOKENS: &[QuotaUnit] = &[QuotaUnit::Tokens, QuotaUnit::InputTokens, QuotaUnit::OutputTokens];
-const ALL: &[QuotaUnit] = &[
-    QuotaUnit::Requests,
-    QuotaUnit::Tokens,
-    QuotaUnit::InputTokens,
-    QuotaUnit::OutputTokens,
-    QuotaUnit::WeightedTokens,
-    QuotaUnit::Stated,
-    QuotaUnit::Bytes,
-];
+#[derive(Clone, Copy, Debug)]
+enum ReportedUnits {
+    All,
+    Only(&'static [QuotaUnit]),
+}
+
+const ALL: ReportedUnits = ReportedUnits::All;
+const REQUESTS: ReportedUnits = ReportedUnits::Only(&[QuotaUnit::Requests]);
+const INPUT: ReportedUnits = ReportedUnits::Only(&[QuotaUnit::InputTokens]);
+const OUTPUT: ReportedUnits = ReportedUnits::Only(&[QuotaUnit::OutputTokens]);
+const TOKENS: ReportedUnits =
+    ReportedUnits::Only(&[QuotaUnit::Tokens, QuotaUnit::InputTokens, QuotaUnit::OutputTokens]);
 
 static NEAREST_FIELDS: [NearestFields; 7] = {
     use RateLimitStyle::{Anthropic, Legacy, OpenAi};
@@ -126,7 +125,7 @@ static NEAREST_FIELDS: [NearestFields; 7] = {
 impl NearestFields {
     const fn new(
         style: RateLimitStyle,
-        units: &'static [QuotaUnit],
+        units: ReportedUnits,
         reset_form: ResetForm,
         limit: &'static str,
         remaining: &'static str,
@@ -147,7 +146,11 @@ impl NearestFields {
             RateLimitStyle::Both => self.style == RateLimitStyle::Legacy,
             style => self.style == style,
         };
-        has_style && self.units.contains(&rule.unit)
+        let has_unit = match self.units {
+            ReportedUnits::All => true,
+            ReportedUnits::Only(units) => units.contains(&rule.unit),
+        };
+        has_style && has_unit
     }
 }
 
@@ -201,7 +204,7 @@ pub struct RateLimitTemplate {
     rules: Vec<ReportedRule>,
     layers: Vec<ReportedLayer>,
     concurrency: Vec<ReportedConcurrency>,
-    /// Those that are about some of the rules.
+    /// The fields that report one layer of these rules.
     nearest: Vec<&'static NearestFields>,
 }
 
@@ -242,7 +245,7 @@ struct ReportedLayer {
     windows: Windows,
     /// The parameter `qu`.
     unit: Option<&'static str>,
-    /// How many of it are a token.
+    /// The bytes of a token in a rule that counts bytes; otherwise 1.
     unit_size: u64,
     is_ietf: bool,
 }
@@ -417,7 +420,7 @@ impl ReportedLayer {
         self.capacity.saturating_sub(usage.used)
     }
 
-    /// The number of tokens, or of their bytes, that clients are told.
+    /// A number of tokens in the unit of the fields.
     #[inline]
     fn stated(&self, tokens: u64) -> u64 {
         match self.unit_size {

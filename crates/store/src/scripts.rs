@@ -29,8 +29,8 @@
 //!
 //! **Reservations.** A request that waits for a later window has its place in the order of charges. A refund of a charge before it
 //! would give the same place to another request, and the later window would admit both. So a refund with `used_max` returns tokens
-//! only in the window of the charge, while no more than `used_max` is used: the limit, because a reservation is always above it, or
-//! what was used after the charge, because then it is still the last one.
+//! only in the window of the charge, and only if usage is at most `used_max`. This is the limit, because usage exceeds it while a request
+//! waits; or the usage right after the charge, if that is more, because the charge is then still the last one.
 
 use std::fmt::Write;
 use std::rc::Rc;
@@ -163,8 +163,8 @@ pub struct Refund<K = Rc<str>> {
     pub number: u64,
     pub limit: u32,
     pub tokens: u64,
-    /// If set, tokens are refunded only in the window of the charge, while no more than this is used: with more, requests wait behind
-    /// the refunded one.
+    /// If set, tokens are refunded only in the window of the charge, and only if usage is at most this: otherwise requests may wait
+    /// behind the refunded one.
     pub used_max: Option<u64>,
     /// If set, the counter is deleted, and `tokens` is ignored.
     pub deletes: bool,
@@ -219,7 +219,7 @@ impl CounterRequest {
 pub fn refunds_of(requests: &[CounterRequest], replies: &[CounterReply]) -> Vec<Refund> {
     let refund = |(request, reply): (&CounterRequest, &CounterReply)| {
         let refund = request.refund_target(*reply).refund(reply.granted);
-        // Nobody waits behind the last charge.
+        // No request waits behind the last charge.
         Refund { used_max: refund.used_max.map(|most| most.max(reply.used)), ..refund }
     };
     requests.iter().zip(replies).map(refund).collect()

@@ -565,19 +565,17 @@ mod tests {
         });
     }
 
+    fn target() -> RefundTarget {
+        let kind = WindowKind::Plain;
+        RefundTarget { key_base: "k".into(), kind, number: 1, limit: 9, used_max: None, end_ms: u64::MAX }
+    }
+
     #[test]
     fn kept_refunds_that_were_not_sent_stay_kept() {
         run(async {
             let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
             worker.store.set_used("k:1", 10_000);
-            let target = RefundTarget {
-                key_base: "k".into(),
-                kind: WindowKind::Plain,
-                number: 1,
-                limit: 9,
-                used_max: None,
-                end_ms: u64::MAX,
-            };
+            let target = target();
             worker.shared.kept_refunds.keep(vec![target.refund(1); 3 * REFUNDS_PER_CALL]);
             worker.settled_calls().await;
             let sizes = || {
@@ -612,14 +610,7 @@ mod tests {
         run(async {
             let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
             worker.store.set_used("k:1", 10);
-            let target = RefundTarget {
-                key_base: "k".into(),
-                kind: WindowKind::Plain,
-                number: 1,
-                limit: 9,
-                used_max: None,
-                end_ms: u64::MAX,
-            };
+            let target = target();
             worker.store.set_refusing(true);
             assert!(worker.shared.store.probe().await.is_err());
             worker.shared.refund(vec![target.refund(3)]).await;

@@ -648,7 +648,7 @@ impl World {
             let rule = &self.rule_set.rules[layer.rule].rule;
             let is_local = rule.on_outage == OnOutage::Local;
             let counts_alone = is_local && (self.observed.has_lost_calls || may_count_alone);
-            // What is known of shards does not bound what late replies grant. Who waits for a window is known to the store only.
+            // What is known of shards does not bound what late replies grant. Only the store knows which requests wait for a window.
             let others = u64::from(is_sharded) + u64::from(rule.delays());
             let parts = if counts_alone { self.histories.len() as u64 + others } else { 1 };
             let admitted = *admitted;
