@@ -26,7 +26,7 @@ pub struct Options {
     /// Also check the Redis servers that hold shared counters, and fetch the key set of `[jwt]`
     #[arg(long)]
     connect: bool,
-    /// Treat warnings as errors: exit 2 if there are any
+    /// Treat warnings as errors, also those of `--connect`: exit 2 if there are any
     #[arg(long)]
     strict: bool,
     /// Print the result as JSON
@@ -52,10 +52,11 @@ pub fn check(path: &Path, options: Options) -> Exit {
     let start_notes = start_notes.map(LintMessage::note);
     let messages: Vec<LintMessage> =
         lint::messages(&config).into_iter().chain(certificates).chain(start_notes).collect();
-    let refused = messages.iter().filter(|message| options.strict && message.kind == Kind::Warning).count();
+    let warnings = messages.iter().filter(|message| message.kind == Kind::Warning).count();
     // Printed before the servers are asked, because they may take seconds.
     if !options.json {
-        print_messages(path, &config, &messages, refused);
+        let fine = if options.strict && warnings > 0 { "" } else { "fine: " };
+        print_messages(path, &config, &messages, fine);
         if let Some(source) = config.key_set.as_ref().filter(|_| !options.connect) {
             let text = format!("  not checked: the key set at {}; `--connect` fetches it", source.shown());
             print_out!("{}", config.hidden.removed_from(text));
@@ -72,17 +73,18 @@ pub fn check(path: &Path, options: Options) -> Exit {
         true => print_out!("{:#}", to_json(path, &config, &messages, servers.as_deref())),
         false => servers.iter().for_each(|servers| print_servers(&config, servers)),
     }
-    if refused > 0 {
+    let findings = || servers.iter().flatten().flat_map(|server| &server.findings);
+    let warnings = warnings + findings().filter(|finding| finding.severity == Severity::Warning).count();
+    if options.strict && warnings > 0 {
         if !options.json {
-            print_err!("{}: {} with `--strict`", path.display(), counted(refused, "warning"));
+            print_err!("{}: {} with `--strict`", path.display(), counted(warnings, "warning"));
         }
         return Exit::BadConfig;
     }
-    if servers.is_some_and(|servers| servers.iter().any(has_problem)) { Exit::Failed } else { Exit::Fine }
+    if findings().any(is_problem) { Exit::Failed } else { Exit::Fine }
 }
 
-fn print_messages(path: &Path, config: &Config, messages: &[LintMessage], refused: usize) {
-    let fine = if refused == 0 { "fine: " } else { "" };
+fn print_messages(path: &Path, config: &Config, messages: &[LintMessage], fine: &str) {
     let (routes, rules) = (counted(config.routes.len(), "route"), counted(config.rules.len(), "rule"));
     print_out!("{}: {fine}{routes}, {rules}, {}", path.display(), counted(config.upstreams.len(), "upstream"));
     for message in messages {
@@ -150,8 +152,8 @@ fn diagnose_servers<'r>(shared: &StoreConfig, rules: impl Iterator<Item = &'r Ru
     Ok(runtime.block_on(diagnose(shared, &formats, &|| clock.now().unix_ms)))
 }
 
-fn has_problem(server: &ServerReport) -> bool {
-    server.findings.iter().any(|finding| finding.severity == Severity::Problem)
+fn is_problem(finding: &Finding) -> bool {
+    finding.severity == Severity::Problem
 }
 
 fn severity_word(severity: Severity) -> &'static str {
@@ -175,7 +177,7 @@ fn print_servers(config: &Config, servers: &[ServerReport]) {
             }
         }
     }
-    if let (Some(shared), false) = (&config.counters.shared, servers.iter().any(has_problem)) {
+    if let (Some(shared), false) = (&config.counters.shared, servers.iter().flat_map(|server| &server.findings).any(is_problem)) {
         let text = format!("counters can be shared there, under keys that begin with `{}:`", shared.prefix);
         print_out!("{}", config.hidden.removed_from(text));
     }

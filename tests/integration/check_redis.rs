@@ -108,6 +108,20 @@ fn a_server_without_info_is_usable() {
 }
 
 #[test]
+fn a_warning_about_a_server_is_an_error_only_with_strict() {
+    let server = RedisServer::with_config("rename-command INFO \"\"");
+    let file = TempDir::new();
+    let file = file.write("gateway.toml", format!("[counters.shared]\n{}\n{OTHER_SECTIONS}", url_of(&server)));
+    let file = file.display().to_string();
+    let (code, _, err) = run(&["check", "--connect", &file]);
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    let (code, _, err) = run(&["check", "--connect", "--strict", &file]);
+    assert_eq!((code, err), (Some(2), format!("{file}: 1 warning with `--strict`\n")));
+    let (code, out, _) = run(&["check", "--connect", "--strict", "--json", &file]);
+    assert!(code == Some(2) && out.contains("\"severity\": \"warning\""), "{out}");
+}
+
+#[test]
 fn the_documented_acl_rights_suffice() {
     let server = RedisServer::start();
     assert_eq!(
