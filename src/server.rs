@@ -856,6 +856,7 @@ impl Gateway {
         let (access_edits, received) = unbounded_channel();
         self.access_edits = Some(received);
         let shared_by_workers = self.shared_by_workers.clone();
+        let log_throttle = Arc::clone(&self.outputs.log_throttle);
         let run = move || async move {
             let meter = || StoreMetrics::new(&registry, owner);
             let of_workers = shared_by_workers.clone();
@@ -870,6 +871,7 @@ impl Gateway {
                 ready,
                 accept_state,
                 settings,
+                log_throttle,
                 decision_api,
                 access_edits,
                 shared_deny,

@@ -25,6 +25,7 @@ use tokio::time::timeout;
 
 use crate::notify::MarkReader;
 use crate::persistence::counters::Counters;
+use crate::proxy::log_throttle::{LogThrottle, accept_failed};
 use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_state::TopKeysQuery;
 use crate::shared_data::SharedDataHandle;
@@ -124,6 +125,7 @@ pub struct AdminState {
     pub ready: watch::Receiver<bool>,
     pub accept_state: watch::Receiver<AcceptState>,
     pub settings: watch::Receiver<Admin>,
+    pub log_throttle: Arc<LogThrottle>,
     /// `None` until the first configuration is applied.
     pub decision_api: watch::Receiver<Option<Arc<DecisionApi>>>,
     /// To the thread that applies configurations.
@@ -230,7 +232,6 @@ async fn accept_connections(
 ) {
     let mut accept_state = state.accept_state.clone();
     let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    let mut is_full = false;
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -241,13 +242,12 @@ async fn accept_connections(
                 let permit = Arc::clone(&permits).try_acquire_owned();
                 let Ok(permit) = permit else {
                     state.metrics.connection_refused();
-                    if !is_full {
-                        tracing::warn!("the admin address has {CONNECTIONS_MAX} connections; further ones are closed");
+                    let message = "an admin or metrics address has its maximum of connections; further ones are closed";
+                    if let Some(suppressed) = state.log_throttle.allow(message, state.clock.instant()) {
+                        tracing::warn!(maximum = CONNECTIONS_MAX, suppressed, "{message}");
                     }
-                    is_full = true;
                     continue;
                 };
-                is_full = false;
                 let (state, on_error) = (Rc::clone(&state), Rc::clone(&state));
                 let service = service_fn(move |request| endpoints::handle(Rc::clone(&state), scope, request));
                 let connection = http1::Builder::new()
@@ -264,8 +264,8 @@ async fn accept_connections(
                 });
             }
             Err(error) => {
-                tracing::warn!(%error, "the admin address cannot accept a connection");
-                tokio::time::sleep(Duration::from_millis(50)).await;
+                let message = "accepting connections of an admin or metrics address failed; retrying";
+                accept_failed(error, message, &state.log_throttle, &state.clock).await;
             }
         }
     }

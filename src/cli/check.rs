@@ -177,7 +177,9 @@ fn print_servers(config: &Config, servers: &[ServerReport]) {
             }
         }
     }
-    if let (Some(shared), false) = (&config.counters.shared, servers.iter().flat_map(|server| &server.findings).any(is_problem)) {
+    if let (Some(shared), false) =
+        (&config.counters.shared, servers.iter().flat_map(|server| &server.findings).any(is_problem))
+    {
         let text = format!("counters can be shared there, under keys that begin with `{}:`", shared.prefix);
         print_out!("{}", config.hidden.removed_from(text));
     }

@@ -6,20 +6,18 @@ use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::rc::Rc;
 use std::task::Poll;
-use std::time::Duration;
 
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::TcpListener;
 
 use super::connection_setup::{refuse, serve_connection};
 use super::listener_context::{Listener, ListenerProtocol};
+use crate::proxy::log_throttle::accept_failed;
 use transom_config::listen::Listen;
 
 /// Bytes that wait unsent in the kernel for one client, beside those in flight. Without it a client that reads slowly
 /// occupies megabytes of the memory that all connections of the machine share.
 const UNSENT_MAX_BYTES: u32 = 128 * 1024;
-/// Pause of the accept loop when the process has no free descriptor: a connection must be closed first.
-const BACK_OFF: Duration = Duration::from_millis(50);
 
 /// Listening sockets that were opened before this process started: by a service manager or by the previous process.
 #[derive(Debug, Default)]
@@ -261,20 +259,11 @@ pub async fn accept_connections(socket: TcpListener, listener: Rc<Listener>) {
                     tokio::task::spawn_local(connection);
                 }
             }
-            Some(Err(error)) if is_connection_error(&error) => {}
             Some(Err(error)) => {
                 let worker = &context.worker;
-                if let Some(suppressed) = worker.log_throttle.allow("accept", worker.clock.instant()) {
-                    tracing::warn!(%error, suppressed, "accepting connections failed; retrying");
-                }
-                tokio::time::sleep(BACK_OFF).await;
+                accept_failed(error, "accepting connections failed; retrying", &worker.log_throttle, &worker.clock)
+                    .await;
             }
         }
     }
-}
-
-/// Whether an error of `accept` concerns one connection, and not the listening socket or the process.
-fn is_connection_error(error: &io::Error) -> bool {
-    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
-    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)
 }

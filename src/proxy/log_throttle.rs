@@ -2,8 +2,11 @@
 //! ports does not flood the log.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use transom_runtime::clock::Clock;
 
 /// A cause that did not occur for so long has ended.
 const END: Duration = Duration::from_secs(60);
@@ -11,6 +14,8 @@ const END: Duration = Duration::from_secs(60);
 const REMINDER: Duration = Duration::from_secs(600);
 /// Causes that are tracked; when there are more, all are forgotten.
 const CAUSES_MAX: usize = 256;
+/// Pause after a failed `accept`. When the process has no free descriptor, a connection must be closed first.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// By cause. Workers share it: the lock is taken by failures only.
 #[derive(Debug, Default)]
@@ -46,10 +51,21 @@ impl LogThrottle {
     }
 }
 
+/// Logs an error of `accept`, and waits until the next attempt; neither if the error concerns only one connection.
+pub async fn accept_failed(error: io::Error, message: &'static str, log_throttle: &LogThrottle, clock: &Clock) {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
+    if matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted) {
+        return;
+    }
+    if let Some(suppressed) = log_throttle.allow(message, clock.instant()) {
+        tracing::warn!(%error, suppressed, "{message}");
+    }
+    tokio::time::sleep(ACCEPT_PAUSE).await;
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use transom_runtime::clock::Clock;
 
     #[test]
     fn a_cause_is_logged_when_it_begins_and_seldom_while_it_lasts() {

@@ -136,6 +136,31 @@ fn the_descriptor_limit_is_raised_and_respected() {
 }
 
 #[test]
+fn a_lack_of_descriptors_is_logged_once_while_it_lasts() {
+    const LIMIT: usize = 100;
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n $0; exec \"$@\"", &LIMIT.to_string(), BINARY]);
+    let listen = "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nmax_connections = 90\n";
+    let rule = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
+    let process = Process::spawn_command(command, &format!("{listen}{rule}"), TempDir::new());
+    let descriptors = format!("/proc/{}/fd", process.pid());
+    let messages = ["accepting connections failed", "accepting connections of an admin or metrics address failed"];
+    for _ in 0..3 {
+        let clients: Vec<Client> = (0..LIMIT).map(|_| process.client()).collect();
+        eventually("no descriptor is free", || std::fs::read_dir(&descriptors).unwrap().count() >= LIMIT);
+        let (mut client, mut admin) = (process.client(), Client::connect(process.admin));
+        client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
+        admin.send("GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n");
+        messages.iter().for_each(|message| drop(process.wait_for_stderr(message)));
+        drop(clients);
+        client.read_response().expect(200);
+        admin.read_response().expect(200);
+    }
+    let log = process.stderr();
+    assert_eq!(messages.map(|message| log.matches(message).count()), [1, 1], "{log}");
+}
+
+#[test]
 fn an_idle_connection_is_served_as_before() {
     let upstream = Upstream::always(200);
     let mut process = Process::spawn(&forward_all(&upstream));
