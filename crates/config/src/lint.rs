@@ -15,7 +15,9 @@ use super::diagnostics::{quoted, quoted_list};
 use super::key::OnUnknownKey;
 use super::key_kind::{BEARER, HEADER, KeyKind, Variety, is_secret_part};
 use super::path::Segment;
+use super::response_body;
 use super::route::Route;
+use super::route_actions::LocalResponse;
 use super::rule::GatewayRule;
 use super::window::layers_are_comparable;
 use transom_http::path_normalize::{PathParameters, TrailingSlash};
@@ -84,6 +86,7 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
     let mut messages = rule_messages(config);
     messages.extend(invented_keys(config));
     messages.extend(keys_counted_apart(config));
+    messages.extend(literals_in_refusals(config));
     let routes = config.routes.iter().filter_map(|route| path_without_subpaths(config, route));
     let warnings = routes
         .chain(exposed_admin_address(config))
@@ -98,6 +101,7 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
     let notes =
         rules_of_responses(config).into_iter().chain(rules_of_bodies(config)).chain(paths_with_variants(config));
     let notes = notes.chain(credentials_with_scheme(config)).chain(subjects_in_clear(config)).chain(in_store(config));
+    let notes = notes.chain(config.routes.iter().filter_map(literal_in_response));
     messages.extend(notes.map(LintMessage::note));
     let shown = |LintMessage { text, kind }| LintMessage { text: config.hidden.removed_from(text), kind };
     messages.into_iter().map(shown).collect()
@@ -220,6 +224,26 @@ fn variables_without_clients(config: &Config) -> Option<String> {
     let route = config.routes.iter().find(names_client).filter(|_| config.clients.is_none())?;
     Some(format!(
         "`{{client}}` and `{{plan}}` in the route {} are always empty: there is no `[clients]`",
+        quoted(&route.name)
+    ))
+}
+
+/// Notes variables of nginx or of other texts that the body of a refusal does not have. They are sent as they are written.
+fn literals_in_refusals(config: &Config) -> impl Iterator<Item = LintMessage> {
+    config.rules.iter().filter_map(|rule| {
+        let text = response_body::literal_in_refusal(&rule.refusal.body.as_ref()?.text)?;
+        Some(LintMessage::note_on(&rule.name, &text))
+    })
+}
+
+/// Notes what looks like a variable in the body of a route's own response.
+fn literal_in_response(route: &Route) -> Option<String> {
+    let Some(LocalResponse::Respond { body: Some(body), .. }) = &route.actions.as_ref()?.response else { return None };
+    let written = response_body::literal_in_response(&body.text)?;
+    Some(format!(
+        "{} in `respond` of the route {} is sent literally: this body has no variables, unlike `body` of a rule and the texts \
+         of `response_headers`",
+        quoted(written),
         quoted(&route.name)
     ))
 }
@@ -640,6 +664,36 @@ mod tests {
     /// The messages of a configuration with this rule only.
     fn messages_of_rule(rule: &str) -> Vec<String> {
         messages_of_rules(&format!("[rules.r]\nkey = \"ip\"\n{rule}"), "\"r\"")
+    }
+
+    #[test]
+    fn variables_that_bodies_do_not_have_are_noted() {
+        const KNOWN: &str =
+            "the variables of a body are `{retry_after}`, `{limit}`, `{window}`, `{rule}` and `{request_id}`";
+        for (body, expected) in [
+            ("id $request_id", Some("`$request_id` in `body` is sent literally: write `{request_id}`".to_owned())),
+            ("${status}", Some(format!("`${{status}}` in `body` is sent literally: {KNOWN}"))),
+            ("{limit} of $http_x_a", Some(format!("`$http_x_a` in `body` is sent literally: {KNOWN}"))),
+            ("{client_ip}", Some(format!("`{{client_ip}}` in `body` is sent literally: {KNOWN}"))),
+            ("$5, $price, $http, {a: {host: 1}}, {request_id} {", None),
+        ] {
+            let found = messages_of_rule(&format!("windows = [\"5/minute\"]\nbody = '{body}'"));
+            let notes: Vec<&str> = found.iter().filter_map(|message| message.strip_prefix("r: note: ")).collect();
+            assert_eq!(notes, Vec::from_iter(expected.as_deref()), "{body}");
+        }
+        for (body, written) in
+            [("$request_id", Some("$request_id")), ("{retry_after}", Some("{retry_after}")), ("{", None)]
+        {
+            let route =
+                format!("[[routes]]\nname = \"r\"\npath = \"/\"\nrespond = {{ status = 200, body = '{body}' }}\n");
+            let note = |written| {
+                format!(
+                    "note: `{written}` in `respond` of the route `r` is sent literally: this body has no variables, unlike \
+                     `body` of a rule and the texts of `response_headers`"
+                )
+            };
+            assert_eq!(messages_of(&route), Vec::from_iter(written.map(note)), "{body}");
+        }
     }
 
     #[test]

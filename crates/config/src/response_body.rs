@@ -1,7 +1,8 @@
 //! Bodies of responses that the gateway generates: the settings `body` and `content_type` of rules and routes.
 
-use super::diagnostics::{Report, quoted};
+use super::diagnostics::{Report, quoted, quoted_list};
 use super::settings::Word;
+use super::template::{find_nginx_variable, find_variable};
 use super::toml_reader::{SpannedStr, Table};
 
 /// A configured body is sent with every refusal, so it should not be long.
@@ -74,6 +75,27 @@ pub fn split_refusal_variables(text: &str) -> Vec<(&str, Option<RefusalVariable>
     }
     pieces.push((&text[start..], None));
     pieces
+}
+
+/// What looks like a variable in the body of a refusal and is sent literally, and what to write instead.
+pub fn literal_in_refusal(text: &str) -> Option<String> {
+    let (written, fix) = match find_nginx_variable(text) {
+        Some((written, "request_id")) => (written, String::from("write `{request_id}`")),
+        Some((written, _)) => (written, known_variables()),
+        None => (find_variable(text)?, known_variables()),
+    };
+    Some(format!("{} in `body` is sent literally: {fix}", quoted(written)))
+}
+
+/// What looks like a variable in the body of a route's own response, which has none.
+pub fn literal_in_response(text: &str) -> Option<&str> {
+    let of_refusals =
+        || REFUSAL_VARIABLES.iter().find_map(|(name, _)| text.find(name).map(|at| &text[at..at + name.len()]));
+    find_nginx_variable(text).map(|(written, _)| written).or_else(|| find_variable(text)).or_else(of_refusals)
+}
+
+fn known_variables() -> String {
+    format!("the variables of a body are {}", quoted_list(REFUSAL_VARIABLES.map(|(name, _)| name), "and"))
 }
 
 /// Reports a media type without a body. `owner` names the rule or response in messages.

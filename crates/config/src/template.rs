@@ -70,20 +70,53 @@ const NGINX: [(&str, &[&str]); 8] = [
     ("{query}", &["args", "query_string"]),
 ];
 
-/// How other variables of nginx begin.
-const NGINX_PREFIXES: [&str; 14] = [
+/// Other variables of nginx.
+const NGINX_NAMES: [&str; 26] = [
+    "body_bytes_sent",
+    "bytes_sent",
+    "connection",
+    "content_length",
+    "content_type",
+    "date_gmt",
+    "date_local",
+    "document_root",
+    "hostname",
+    "https",
+    "is_args",
+    "limit_conn_status",
+    "limit_rate",
+    "limit_req_status",
+    "msec",
+    "nginx_version",
+    "pid",
+    "realpath_root",
+    "request",
+    "request_body",
+    "request_completion",
+    "request_filename",
+    "request_id",
+    "request_length",
+    "request_time",
+    "status",
+];
+
+/// How the names of further variables of nginx begin.
+const NGINX_PREFIXES: [&str; 17] = [
     "arg_",
     "connection_",
     "cookie_",
     "geoip_",
-    "hostname",
-    "http",
+    "geoip2_",
+    "http_",
+    "jwt_",
     "proxy_",
     "realip_",
     "remote_",
-    "request",
+    "request_body_",
+    "sent_http_",
     "server_",
     "ssl_",
+    "tcpinfo_",
     "time_",
     "upstream_",
 ];
@@ -105,11 +138,16 @@ fn parse(text: &str, path: Option<&PathPattern>) -> Parsed<Vec<TemplatePart>> {
         let message = format!("a header field cannot contain {}", quoted(&c.to_string()));
         return Err((message, "write it on one line, without control characters".to_owned()));
     }
-    if let Some((written, meant)) = find_nginx_variable(text) {
+    if let Some((written, name)) = find_nginx_variable(text) {
         let known = || quoted_list(VARIABLES.map(|(name, _)| format!("{{{name}}}")).iter().map(String::as_str), "and");
-        let fix = match meant {
-            Some(meant) => format!("write `{meant}`"),
-            None => format!("remove it; the variables are {}", known()),
+        let meant = NGINX.iter().find(|(_, names)| names.contains(&name));
+        let fix = match (meant, name) {
+            (Some((meant, _)), _) => format!("write `{meant}`"),
+            (None, "request_id") => String::from("remove it: the gateway sends the id in `X-Request-Id`"),
+            (None, "proxy_add_x_forwarded_for") => {
+                String::from("remove it: the gateway sends the client's address in `X-Forwarded-For`")
+            }
+            (None, _) => format!("remove it; the variables are {}", known()),
         };
         return Err((format!("{} is a variable of nginx, which would be sent literally", quoted(written)), fix));
     }
@@ -151,16 +189,26 @@ pub fn split_variables<V>(
     Ok(pieces)
 }
 
-/// The first variable of nginx in a text, such as `$remote_addr` or `${host}`, and its equivalent here.
-fn find_nginx_variable(text: &str) -> Option<(&str, Option<&'static str>)> {
+/// The first variable of nginx in a text, such as `$remote_addr` or `${host}`, and its name.
+pub fn find_nginx_variable(text: &str) -> Option<(&str, &str)> {
     text.match_indices('$').find_map(|(at, _)| {
         let (start, close) = if text[at + 1..].starts_with('{') { (at + 2, 1) } else { (at + 1, 0) };
         let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
         let end = text[start..].find(|c| !is_name(c)).map_or(text.len(), |length| start + length);
         let name = &text[start..end];
-        let meant = NGINX.iter().find(|(_, names)| names.contains(&name)).map(|(meant, _)| *meant);
-        let is_known = meant.is_some() || NGINX_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
-        is_known.then(|| (text.get(at..end + close).unwrap_or(&text[at..]), meant))
+        let is_known = NGINX_NAMES.contains(&name)
+            || NGINX.iter().any(|(_, names)| names.contains(&name))
+            || NGINX_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
+        is_known.then(|| (text.get(at..end + close).unwrap_or(&text[at..]), name))
+    })
+}
+
+/// The first variable of header texts that stands in a text, with its braces.
+pub fn find_variable(text: &str) -> Option<&str> {
+    text.match_indices('{').find_map(|(at, _)| {
+        let (name, _) = text[at + 1..].split_once('}')?;
+        let is_known = name.starts_with(PARAM) || VARIABLES.iter().any(|(known, _)| *known == name);
+        is_known.then(|| &text[at..at + name.len() + 2])
     })
 }
 
