@@ -28,6 +28,8 @@ MODELS = [*CARGO_TEST, "-p", "transom-limiter-models", "--features", "loom"]
 INTEGRATION_THREADS = 3 * len(os.sched_getaffinity(0))
 # Seconds between two lines about progress.
 PROGRESS_S = 60
+# Failed tests that a line about progress names.
+NAMED_FAILURES = 3
 # Lines of the output of a failed step that names no failed test.
 TAIL_LINES = 60
 
@@ -77,6 +79,13 @@ class Step:
             return 0
         with open(self.log, errors="replace") as log:
             return len(re.findall(r"^test .* \.\.\. ok", log.read(), re.MULTILINE))
+
+    def failed_tests(self):
+        """The names of the tests that have failed so far."""
+        if not self.process:
+            return []
+        with open(self.log, errors="replace") as log:
+            return re.findall(r"^test (.*) \.\.\. FAILED", log.read(), re.MULTILINE)
 
     def has_ended(self):
         process, status, usage = os.wait4(self.process.pid, os.WNOHANG)
@@ -181,13 +190,20 @@ def run(steps):
                 step.start()
         if time.monotonic() - last_line >= PROGRESS_S:
             last_line = time.monotonic()
-            tests = sum(step.passed_tests() for step in [*passed, *failed, *running])
-            print(f"{duration(last_line - started)} {tests} tests passed; running: {', '.join(map(progress, running))}", flush=True)
+            print(f"{duration(last_line - started)} {progress([*passed, *failed, *running], running)}", flush=True)
         time.sleep(0.1)
     return failed, sum(step.passed_tests() for step in [*passed, *failed])
 
 
-def progress(step):
+def progress(started, running):
+    tests = sum(step.passed_tests() for step in started)
+    failures = [name for step in started for name in step.failed_tests()]
+    named = ", ".join(failures[:NAMED_FAILURES]) + (", …" if len(failures) > NAMED_FAILURES else "")
+    failed = f", {len(failures)} failed ({named})" if failures else ""
+    return f"{tests} tests passed{failed}; running: {', '.join(map(running_step, running))}"
+
+
+def running_step(step):
     slow = step.slow_tests()
     return f"{step.name} (over a minute: {', '.join(slow)})" if slow else step.name
 
@@ -242,16 +258,13 @@ def main():
         print(f"\nThe tests have left gateways running: processes {', '.join(left)}")
     if total == 0:
         print("\nno test ran")
-    print(f"\n{total} passed, {sum(failed_tests(step) for step in failed)} failed")
+    print(f"\n{total} passed, {sum(failures(step) for step in failed)} failed")
     sys.exit(1 if failed or left or total == 0 else 0)
 
 
-def failed_tests(step):
-    """The number of failed tests of a step; 1 for another failure."""
-    if not step.process:
-        return 1
-    with open(step.log, errors="replace") as log:
-        return max(1, len(re.findall(r"^test .* \.\.\. FAILED", log.read(), re.MULTILINE)))
+def failures(step):
+    """The number of failed tests of a failed step; 1 for another failure."""
+    return max(1, len(step.failed_tests()))
 
 
 if __name__ == "__main__":
