@@ -9,50 +9,55 @@ target=${1:-test}
 # Without root all missing programs are named at once.
 [ "$target" != build ] || [ "$(id -u)" = 0 ] || target=test
 missing=
-# need PACKAGE COMMAND...: the package is missing if the command fails.
+reasons=
+# need PACKAGE REASON COMMAND...: the package is missing if the command fails.
 need() {
     package=$1
-    shift
-    "$@" >/dev/null 2>&1 || missing="$missing $package"
+    reason=$2
+    shift 2
+    "$@" >/dev/null 2>&1 && return
+    missing="$missing $package"
+    reasons="$reasons
+    $package: $reason"
 }
 
 PATH=$PATH:/usr/sbin:/sbin
-# A linker, and a C compiler for aws-lc and mimalloc.
-need gcc command -v cc
-need libc6-dev test -e /usr/include/stdio.h
-need python3 command -v python3
+need gcc 'linker, and C compiler of aws-lc and mimalloc' command -v cc
+need libc6-dev 'headers of the C library, for the same' test -e /usr/include/stdio.h
+need python3 'runs the tests, measurements and test servers' command -v python3
 if [ "$target" != build ]; then
-    need nghttp2-client command -v h2load
-    need nginx-light command -v nginx
-    need openssl command -v openssl
-    need redis-server command -v redis-server
+    need nghttp2-client 'h2load, a client of HTTP/2 for tests and load' command -v h2load
+    need nginx-light 'upstream server of tests and load; asks for decisions by auth_request' command -v nginx
+    need openssl 'keys and certificates of guides and load tests' command -v openssl
+    need redis-server 'store of shared counters, its clusters and sentinels' command -v redis-server
 fi
 if [ "$target" = release ]; then
-    need llvm-19 command -v "$PROFDATA"
+    need llvm-19 'llvm-profdata, which joins the profiles of the load' command -v "$PROFDATA"
 fi
 if [ "$target" = test ]; then
-    need caddy command -v caddy
-    need chromium command -v chromium
-    need curl command -v curl
-    need faketime command -v faketime
-    need firefox-esr command -v firefox-esr
-    need haproxy command -v haproxy
-    need iproute2 command -v ss
-    need jq command -v jq
-    need libnss-wrapper sh -c 'ls /usr/lib/*/libnss_wrapper.so'
-    need python3-venv python3 -c 'import ensurepip'
-    need prometheus command -v promtool
-    need redis-tools command -v redis-cli
-    need slowhttptest command -v slowhttptest
-    need systemd command -v systemd-analyze
-    need valgrind command -v valgrind
+    need caddy 'asks for decisions by forward_auth' command -v caddy
+    need chromium 'dashboard, report of simulate, and HTTP/2 of a browser' command -v chromium
+    need curl 'client of each version of HTTP; commands of guides' command -v curl
+    need faketime 'steps of the clock, in the gateway and in Redis' command -v faketime
+    need firefox-esr 'dashboard in a second browser' command -v firefox-esr
+    need haproxy 'balancer before the gateway, with PROXY headers' command -v haproxy
+    need iproute2 'ss, which shows queues of listening sockets' command -v ss
+    need jq 'commands of guides' command -v jq
+    need libnss-wrapper 'names of servers that resolve to other addresses during a test' sh -c 'ls /usr/lib/*/libnss_wrapper.so'
+    need python3-venv 'environments of test servers and clients from PyPI' python3 -c 'import ensurepip'
+    need prometheus 'promtool, which checks metrics, alerts and recording rules' command -v promtool
+    need redis-tools 'redis-cli, which creates clusters' command -v redis-cli
+    need slowhttptest 'clients that send and read slowly' command -v slowhttptest
+    need systemd 'systemd-analyze, which checks the units' command -v systemd-analyze
+    need valgrind 'counts the instructions of a request' command -v valgrind
 fi
 
 [ -n "$missing" ] || exit 0
 
 install="apt-get install --yes --no-install-recommends$missing"
 if [ "$target" = release ] || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "\`make $target\` needs programs that are not installed. As root:" >&2
+    echo "\`make $target\` needs programs that are not installed:$reasons" >&2
+    echo "As root:" >&2
     echo "    apt-get update && $install" >&2
     case $missing in
     *llvm*) echo "Instead of llvm-19, the compiler's own tools suffice: rustup component add llvm-tools" >&2 ;;
@@ -67,6 +72,6 @@ if [ ! -e "$policy" ]; then
     chmod +x "$policy"
     trap 'rm -f "$policy"' EXIT
 fi
-echo "Installing what the tests use, from Debian:$missing"
+echo "Installing from Debian what tests and builds use:$reasons"
 apt-get update --quiet=2
 $install --quiet=2
