@@ -20,8 +20,6 @@ PROFDATA ?= $(firstword $(wildcard $(shell rustc --print target-libdir)/../bin/l
 # The loom models of the limiter.
 MODELS = RUST_TEST_THREADS=1 cargo test --locked --no-fail-fast -p transom-limiter-models --features loom
 DENY = cargo deny --version >/dev/null 2>&1
-# Whether the advisory database can be reached: only then `make check` builds cargo-deny, which takes minutes.
-ADVISORY_DATABASE = timeout 30 git ls-remote https://github.com/RustSec/advisory-db HEAD >/dev/null 2>&1
 
 # What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
 BINARY = target/dist/transom
@@ -44,7 +42,7 @@ MUTANT_TIMEOUT = 60
 
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
-	@echo "make check       formatting, lints, documentation, licenses and known vulnerabilities of dependencies"
+	@echo "make check       formatting, lints, documentation, licenses, known vulnerabilities of dependencies if cargo-deny is installed"
 	@echo "make site        target/site: the documentation as a web site"
 	@echo "make docs        writes the settings and the endpoints into the reference, and the messages of proto/ as Rust"
 	@echo "make release     target/dist/transom: optimized with a profile of the gateway under load; builds twice"
@@ -70,7 +68,7 @@ help:
 	@echo "make soak        SOAK_S seconds (3600) at half load, with reloads, killed servers, slow clients and new keys: no request is"
 	@echo "                 lost, no limit is exceeded, memory and descriptors do not grow, metrics agree with the clients"
 	@echo "make fuzz        fuzzes the parsers, FUZZ_SECONDS each (60)"
-	@echo "make advisories  checks dependencies for known vulnerabilities; fails if their list cannot be downloaded"
+	@echo "make advisories  builds cargo-deny, and checks dependencies for known vulnerabilities; fails if their list cannot be downloaded"
 
 # Installs the compiler first; run.py installs the other parts beside the builds.
 test: compiler
@@ -105,8 +103,8 @@ check: compiler site
 	cargo clippy --locked --workspace --no-default-features --lib --bins --test layering -- -D warnings
 	cargo clippy --locked -p transom-limiter-models --features loom --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --features transom-limiter/tower --no-deps --document-private-items
-	if $(DENY) || $(ADVISORY_DATABASE); then $(MAKE) deny && tests/external/advisories.sh --if-available; \
-	else echo "SKIPPED: the check for known vulnerabilities. The advisory database of RustSec cannot be reached."; fi
+	if $(DENY); then tests/external/advisories.sh --if-available; \
+	else echo "SKIPPED: the check for known vulnerabilities. \`make advisories\` builds cargo-deny for it, in minutes."; fi
 
 # Instrumented build scripts write profiles too: these are removed. Cargo does not notice a changed
 # profile, so the previous build is removed as well.
