@@ -100,7 +100,7 @@ struct Simulate {
 #[derive(clap::Args)]
 struct File {
     /// Configuration file
-    #[arg(short, long, value_name = "FILE", default_value = "gateway.toml")]
+    #[arg(short, long, value_name = "FILE", default_value = cli::DEFAULT_FILE)]
     config: PathBuf,
 }
 
@@ -117,7 +117,7 @@ struct NamedFile {
 
 impl NamedFile {
     fn path(self) -> PathBuf {
-        self.file.or(self.config).unwrap_or_else(|| PathBuf::from("gateway.toml"))
+        self.file.or(self.config).unwrap_or_else(|| PathBuf::from(cli::DEFAULT_FILE))
     }
 }
 

@@ -47,6 +47,7 @@ use transom_config::listen::Admin;
 use transom_config::span_export::Tracing;
 use transom_config::{Config, REQUEST_BUCKETS_MAX, lint};
 use transom_jwt::published_keys::{KeySet, PublishedKeys};
+use transom_limiter::rule_set::RuleChanges;
 use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS};
 use transom_rules::client_plans::RulesInUse;
 use transom_rules::compiled_config::LiveData;
@@ -472,6 +473,7 @@ impl Gateway {
         if let Some(changed) = former.and_then(|former| rule_set.changed_counters(former)) {
             return Err(ReloadError::ChangedCounters(changed));
         }
+        let changed_rules = former.map(|former| rule_set.changes_since(former));
         let listener_config = ListenerConfig::new(&config.listen, Some((&self.config.listen, &self.listener_config)))
             .map_err(ReloadError::Tls)?;
         audit_log::check(&config.admin).map_err(ReloadError::AuditLog)?;
@@ -495,6 +497,9 @@ impl Gateway {
         self.listener_config = listener_config;
         limits_state.log(&self.limits_state);
         self.limits_state = limits_state;
+        if let Some(text) = changed_rules.as_ref().and_then(changed_rules_text) {
+            tracing::info!("{text}");
+        }
         // Metrics that the previous reload removed may be unused by now.
         self.registry.remove_unused();
         self.expiries = expiries(&self.registry, &config);
@@ -889,6 +894,15 @@ impl Gateway {
         self.admin_thread = Some(spawn("admin".to_owned(), run)?);
         Ok(())
     }
+}
+
+/// What an operator is told about the rules that a reload changes.
+fn changed_rules_text(RuleChanges { added, removed, recounted }: &RuleChanges) -> Option<String> {
+    let parts = [("added", added), ("removed", removed), ("with another key or window", recounted)];
+    let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
+    let parts: Vec<String> = parts.map(|(what, names)| format!("{what}: `{}`", names.join("`, `"))).collect();
+    let begin = if added.is_empty() && recounted.is_empty() { "" } else { "; what is new begins with unused counters" };
+    (!parts.is_empty()).then(|| format!("rules {}{begin}", parts.join("; ")))
 }
 
 /// The expiry metrics of certificates and revocation lists.

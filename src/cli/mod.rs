@@ -32,7 +32,7 @@ pub mod upgrade;
 use std::cell::RefCell;
 use std::fmt;
 use std::fs::File;
-use std::io::{self, BufRead, IsTerminal, Read};
+use std::io::{self, BufRead, ErrorKind, IsTerminal, Read};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
@@ -60,6 +60,8 @@ pub enum Exit {
     BadConfig,
 }
 
+/// The configuration that commands read if none is named.
+pub const DEFAULT_FILE: &str = "gateway.toml";
 /// How long the writer of a pipe may pause.
 const PIPE_TIMEOUT_S: i64 = 10;
 /// Largest file that a configuration may name.
@@ -104,14 +106,30 @@ fn print_table<const N: usize>(rows: &[[String; N]]) {
 pub struct InvalidConfig {
     name: String,
     problems: Vec<Problem>,
+    /// Whether the file was read, so that problems have a position.
+    is_read: bool,
 }
 
 impl InvalidConfig {
-    /// A file that cannot be read as text.
-    fn unreadable(name: String, line: usize, column: usize, message: String, fix: &str) -> InvalidConfig {
+    /// A file that cannot be read.
+    fn unreadable(path: &Path, error: &io::Error) -> InvalidConfig {
+        let full = std::path::absolute(path);
+        let full = full.as_deref().unwrap_or(path).display();
+        let message = match error.kind() {
+            ErrorKind::NotFound => format!("there is no file `{full}`"),
+            ErrorKind::IsADirectory => format!("`{full}` is a directory, not a file"),
+            _ => format!("cannot read `{full}`: {error}"),
+        };
+        let is_default = path == Path::new(DEFAULT_FILE) && error.kind() == ErrorKind::NotFound;
+        let fix = if is_default { "name the configuration, such as `--config FILE`" } else { "" };
+        InvalidConfig { is_read: false, ..InvalidConfig::at(path.display().to_string(), 1, 1, message, fix) }
+    }
+
+    /// A file that is not text.
+    fn at(name: String, line: usize, column: usize, message: String, fix: &str) -> InvalidConfig {
         let (fix, line_text) = (fix.to_owned(), String::new());
         let problem = Problem { file: None, span: 0..0, line, column, message, fix, line_text };
-        InvalidConfig { name, problems: vec![problem] }
+        InvalidConfig { name, problems: vec![problem], is_read: true }
     }
 
     /// The problems, as `transom check --json` prints them.
@@ -130,7 +148,16 @@ impl InvalidConfig {
 
 impl fmt::Display for InvalidConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&diagnostics::render(&self.problems, &self.name))
+        if self.is_read {
+            return f.write_str(&diagnostics::render(&self.problems, &self.name));
+        }
+        for Problem { message, fix, .. } in &self.problems {
+            writeln!(f, "transom: {message}")?;
+            if !fix.is_empty() {
+                writeln!(f, "  fix: {fix}")?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -165,10 +192,7 @@ fn read_config_with(
     let name = path.display().to_string();
     let bytes = match files(path) {
         Ok(bytes) => bytes,
-        Err(error) => {
-            let message = format!("cannot read the file: {error}");
-            return Err(InvalidConfig::unreadable(name, 1, 1, message, "name a file with `--config FILE`"));
-        }
+        Err(error) => return Err(InvalidConfig::unreadable(path, &error)),
     };
     let text = match String::from_utf8(bytes) {
         Ok(text) => text,
@@ -178,15 +202,18 @@ fn read_config_with(
             let start = before.iter().rposition(|byte| *byte == b'\n').map_or(0, |newline| newline + 1);
             let column = String::from_utf8_lossy(&before[start..]).chars().count() + 1;
             let message = "the file is not UTF-8 text".to_owned();
-            return Err(InvalidConfig::unreadable(name, line, column, message, "save it as UTF-8"));
+            return Err(InvalidConfig::at(name, line, column, message, "save it as UTF-8"));
         }
     };
     let variables = |name: &str| std::env::var_os(name).map(|value| value.into_encoded_bytes());
     let files = |file: &Path| files(&resolve_path(path, file));
     let folders = |folder: &Path| folders(&resolve_path(path, folder));
     let inputs = Inputs { files: &files, folders: &folders, variables: &variables, new_client };
-    let mut config =
-        transom_config::read_with_inputs(&text, inputs).map_err(|problems| InvalidConfig { name, problems })?;
+    let mut config = transom_config::read_with_inputs(&text, inputs).map_err(|problems| InvalidConfig {
+        name,
+        problems,
+        is_read: true,
+    })?;
     // The gateway writes these files, and does not know the folder of the configuration.
     config.access.iter_mut().for_each(|access| access.file = resolve_path(path, &access.file));
     config.clients.iter_mut().filter(|clients| clients.source == ClientsSource::Shared).for_each(|clients| {
@@ -198,7 +225,7 @@ fn read_config_with(
 /// Reads the configuration; a missing file that it names counts as empty, and a client to be added may be named already.
 fn read_current_config(path: &Path, new_client: Option<&str>) -> Result<Config, Failure> {
     let files = |file: &Path| match read_file(file) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound && file != path => Ok(Vec::new()),
+        Err(error) if error.kind() == ErrorKind::NotFound && file != path => Ok(Vec::new()),
         read => read,
     };
     read_config_with(path, &files, &list_folder, new_client)
@@ -254,7 +281,7 @@ fn read_file(path: &Path) -> io::Result<Vec<u8>> {
         read_pipe(path, &mut bytes)?;
     }
     if bytes.len() as u64 > FILE_MAX_BYTES {
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it has more than 16 MiB"));
+        return Err(io::Error::new(ErrorKind::FileTooLarge, "it has more than 16 MiB"));
     }
     Ok(bytes)
 }
@@ -268,12 +295,12 @@ fn read_pipe(path: &Path, bytes: &mut Vec<u8>) -> io::Result<()> {
     while bytes.len() as u64 <= FILE_MAX_BYTES {
         if poll(&mut [PollFd::new(&file, PollFlags::IN)], Some(&timeout))? == 0 {
             let message = format!("nothing was written to the pipe for {PIPE_TIMEOUT_S} s");
-            return Err(io::Error::new(io::ErrorKind::TimedOut, message));
+            return Err(io::Error::new(ErrorKind::TimedOut, message));
         }
         match file.read(&mut chunk) {
             Ok(0) => break,
             Ok(read) => bytes.extend_from_slice(&chunk[..read]),
-            Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {}
+            Err(error) if [ErrorKind::WouldBlock, ErrorKind::Interrupted].contains(&error.kind()) => {}
             Err(error) => return Err(error),
         }
     }

@@ -41,7 +41,10 @@ const LIMITS_PAUSE_AFTER_FAILURE: Duration = Duration::from_secs(5);
 
 pub fn run(path: &Path) -> Exit {
     match serve(path) {
-        Ok(()) => Exit::Fine,
+        Ok(()) => {
+            tracing::info!("stopped");
+            Exit::Fine
+        }
         Err(Failure::Config(invalid)) => {
             print_err!("{}", invalid.to_string().trim_end());
             Exit::BadConfig

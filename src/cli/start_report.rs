@@ -6,6 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
 use crate::server::Gateway;
+use transom_config::path::Segment;
 use transom_config::route::Route;
 use transom_config::{Config, LogTarget};
 
@@ -87,6 +88,9 @@ fn example(config: &Config, http: &[SocketAddr], https: &[SocketAddr]) -> Option
 }
 
 fn example_path(route: &Route) -> String {
+    if let [Segment::Rest(_)] = &*route.path.segments {
+        return String::from("/");
+    }
     let segments = route.path.segments.iter().map(|segment| segment.literal().unwrap_or(EXAMPLE_SEGMENT));
     segments.fold(String::new(), |path, segment| path + "/" + segment)
 }
@@ -120,6 +124,7 @@ mod tests {
         for (routes, expected) in [
             (route("path = \"/api/{*rest}\""), "try: curl -i http://127.0.0.1:8080/api/hello"),
             (route("path = \"/\""), "try: curl -i http://127.0.0.1:8080/"),
+            (route("path = \"/{*rest}\""), "try: curl -i http://127.0.0.1:8080/"),
             (
                 route("path = \"/users/{id}/it's\"\nmethods = [\"POST\", \"PUT\"]"),
                 r"try: curl -i -X POST 'http://127.0.0.1:8080/users/hello/it'\''s'",

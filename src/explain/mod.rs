@@ -9,7 +9,7 @@ mod text;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use http::header::HeaderMap;
+use http::header::{HOST, HeaderMap};
 use serde_json::{Value, json};
 
 use self::question::Question;
@@ -45,6 +45,8 @@ pub struct Explanation {
     method: String,
     is_secure: bool,
     host: String,
+    /// The host with its port, as the request names it.
+    authority: String,
     /// Normalized, if possible.
     path: String,
     /// The address of the client, as found behind trusted proxies.
@@ -92,11 +94,13 @@ pub async fn explain(
     let named = question.as_client.as_ref().map(|name| served.decision_service.client_named(name));
     let as_client = named.transpose()?;
     let parts = &question.parts;
+    let host_field = parts.headers.get(HOST).and_then(|host| host.to_str().ok()).unwrap_or(&question.authority);
     let mut explanation = Explanation {
         is_live,
         method: parts.method.to_string(),
         is_secure: question.is_secure,
         host: question.authority.clone(),
+        authority: host_field.to_ascii_lowercase(),
         path: parts.uri.path().to_owned(),
         client_address: question.client,
         client: None,

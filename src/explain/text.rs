@@ -9,8 +9,8 @@ use transom_rules::ratelimit_headers::seconds_until;
 
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (scheme, host, path) = (self.scheme(), &self.host, &self.path);
-        write!(f, "request:  {} {scheme}://{host}{path} from {}", self.method, self.client_address)?;
+        let (scheme, authority, path) = (self.scheme(), &self.authority, &self.path);
+        write!(f, "request:  {} {scheme}://{authority}{path} from {}", self.method, self.client_address)?;
         match &self.client {
             Some((name, plan)) => writeln!(f, ", client `{name}` of plan `{plan}`")?,
             None => writeln!(f)?,

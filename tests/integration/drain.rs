@@ -234,7 +234,9 @@ fn connections_are_accepted_during_the_delay_of_a_drain() {
     eventually("no connection is accepted", || TcpStream::connect(process.http).is_err());
     idle.expect_closed();
     assert_eq!(process.wait().code(), Some(0));
-    assert!(process.stderr().contains("not ready; draining begins in 3600s"), "{}", process.stderr());
+    let log = process.stderr();
+    let lines: Vec<&str> = log.lines().filter_map(|line| line.split_once("cli::run: ")).map(|(_, text)| text).collect();
+    assert_eq!(lines, ["not ready; draining begins in 3600s", "draining", "stopped"], "{log}");
 }
 
 #[test]

@@ -1110,13 +1110,13 @@ fn the_command_asks_the_running_gateway() {
     let process = Process::spawn(&config_on(free_port()));
     let file = process.config_path().display().to_string();
     process.get("/a");
-    let (code, out, err) = command(&file, &["-H", "X-A: 1", "-H", "x-a;", "--client", "127.0.0.1", "http://a/b"]);
+    let (code, out, err) = command(&file, &["-H", "X-A: 1", "-H", "x-a;", "--client", "127.0.0.1", "http://a:8080/b"]);
     assert_eq!((code, err.as_str()), (Some(0), ""));
     let lines: Vec<&str> = out.lines().collect();
     assert_eq!(
         lines[..6],
         [
-            "request:  GET http://a/b from 127.0.0.1",
+            "request:  GET http://a:8080/b from 127.0.0.1",
             "decision: admitted",
             "reason:   every rule that applies has room",
             "route:    `all` (/{*rest}), forwards to upstream `u`: it is the only route that matches host and path",

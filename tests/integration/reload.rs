@@ -70,6 +70,20 @@ fn a_changed_file_is_reloaded() {
 }
 
 #[test]
+fn changed_rules_are_logged() {
+    let process = Process::spawn(&rule(10));
+    process.write_config(&rule(20));
+    process.wait_for_applied_reloads(1);
+    assert!(!process.stderr().contains("counters"), "{}", process.stderr());
+    process.write_config(&rule(20).replace("rules.r", "rules.s").replace("\"r\"", "\"s\""));
+    process.wait_for_stderr("rules added: `s`; removed: `r`; what is new begins with unused counters\n");
+    process.write_config(&rule(20).replace("rules.r", "rules.s").replace("\"r\"", "\"s\"").replace("366d", "365d"));
+    process.wait_for_stderr("rules with another key or window: `s`; what is new begins with unused counters\n");
+    process.write_config("[[routes]]\npath = \"/\"\nrespond = { status = 204 }\n");
+    process.wait_for_stderr("rules removed: `s`\n");
+}
+
+#[test]
 fn included_files_can_be_added_changed_and_removed() {
     let process = Process::spawn(&rule(1_000_000));
     let folder = process.scratch.path().join("conf.d");

@@ -59,12 +59,26 @@ fn an_unreadable_file_is_a_bad_configuration() {
     let directory = scratch.path().display().to_string();
     let latin = scratch.write("latin.toml", b"[upstreams.u]\nbuiltin = \"\xe9cho\"\n").display().to_string();
     let empty = scratch.write("empty.toml", "").display().to_string();
-    for (file, position) in [(&nowhere, ":1:1: "), (&directory, ":1:1: "), (&latin, ":2:12: "), (&empty, ":1:1: ")] {
+    for (file, message) in [
+        (&nowhere, format!("transom: there is no file `{nowhere}`\n")),
+        (&directory, format!("transom: `{directory}` is a directory, not a file\n")),
+        (&latin, format!("{latin}:2:12: the file is not UTF-8 text\n")),
+        (&empty, format!("{empty}:1:1: ")),
+    ] {
         for command in [&["check"][..], &[]] {
             let (code, _, err) = run(&[command, &["--config", file]].concat());
             assert_eq!(code, Some(2), "{err}");
-            assert!(err.contains(&format!("{file}{position}")), "{err}");
+            assert!(err.starts_with(&message), "{err}");
+            assert_eq!(err == message, [&nowhere, &directory].contains(&file), "{err}");
         }
+    }
+    // A relative name is shown with the folder in which the file was looked for.
+    for (name, fix) in [("nope.toml", ""), ("gateway.toml", "  fix: name the configuration, such as `--config FILE`\n")]
+    {
+        let output = Command::new(BINARY).args(["check", name]).current_dir(scratch.path()).output().unwrap();
+        let folder = fs::canonicalize(scratch.path()).unwrap();
+        let expected = format!("transom: there is no file `{}`\n{fix}", folder.join(name).display());
+        assert_eq!(String::from_utf8_lossy(&output.stderr), expected);
     }
 }
 
@@ -196,7 +210,7 @@ fn the_shipped_file_is_valid_and_the_default() {
     let scratch = TempDir::new();
     let output = Command::new(BINARY).current_dir(scratch.path()).stdin(Stdio::null()).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).starts_with("gateway.toml:1:1: "));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("/gateway.toml`\n  fix: name the configuration"));
 }
 
 #[test]
@@ -307,7 +321,7 @@ fn check_takes_a_file_without_an_option() {
     let missing = scratch.path().join("missing.toml").display().to_string();
     for command in ["check", "run"] {
         let (code, _, err) = run(&[command, &missing]);
-        assert!(code == Some(2) && err.starts_with(&format!("{missing}:1:1: cannot read the file")), "{err}");
+        assert!(code == Some(2) && err.contains(&format!("there is no file `{missing}`")), "{err}");
     }
 }
 
@@ -329,7 +343,7 @@ fn a_pipe_is_read_as_a_configuration() {
     assert!(child.wait_with_output().unwrap().status.success());
     // A folder is no text.
     let (code, _, err) = run(&["check", scratch.path().to_str().unwrap()]);
-    assert!(code == Some(2) && err.contains("cannot read the file"), "{err}");
+    assert!(code == Some(2) && err.contains("is a directory"), "{err}");
 }
 
 #[test]
@@ -389,7 +403,7 @@ fn a_start_says_what_is_served_and_what_to_try() {
             format!("listening on http://{http}"),
             format!("admin on http://{admin}"),
             format!("dashboard: http://{admin}/"),
-            format!("try: curl -i http://{http}/hello"),
+            format!("try: curl -i http://{http}/"),
         ]
     };
     let printed = printed_on_a_terminal(&file, 8);

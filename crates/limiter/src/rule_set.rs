@@ -86,6 +86,17 @@ pub struct ChangedCounters {
     pub setting: &'static str,
 }
 
+/// The differences between two sets of rules, by the names of the rules.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct RuleChanges {
+    /// Rules that the former set does not have.
+    pub added: Vec<String>,
+    /// Rules of the former set only.
+    pub removed: Vec<String>,
+    /// Rules of both sets with a key or a window that the former set does not have.
+    pub recounted: Vec<String>,
+}
+
 /// A layer with its names.
 #[derive(Debug)]
 struct NamedLayer {
@@ -335,6 +346,26 @@ impl RuleSet {
             }
         }
         None
+    }
+
+    /// How the rules differ from those of `former`. New rules, keys and windows have unused counters.
+    pub fn changes_since(&self, former: &RuleSet) -> RuleChanges {
+        let mut changes = RuleChanges::default();
+        for compiled in &self.rules {
+            let name = &compiled.rule.name;
+            let Some(known) = former.rules.iter().find(|known| known.rule.name == *name) else {
+                changes.added.push(name.clone());
+                continue;
+            };
+            let is_known = |id: u64| known.fixed_layers().any(|(_, other)| other.id == id);
+            if !compiled.fixed_layers().all(|(_, layer)| is_known(layer.id)) {
+                changes.recounted.push(name.clone());
+            }
+        }
+        let removed =
+            former.rules.iter().filter(|known| !self.rules.iter().any(|rule| rule.rule.name == known.rule.name));
+        changes.removed.extend(removed.map(|known| known.rule.name.clone()));
+        changes
     }
 
     /// The rules and windows of single clients that have other counters in this rule set than in `former`. Unlike those that

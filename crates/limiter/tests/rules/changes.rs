@@ -10,7 +10,7 @@ use transom_limiter::handles::VariantId;
 use transom_limiter::key::Seed;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{ClientWindows, Cost, KeyValue, Override, Plan, Rule};
-use transom_limiter::rule_set::RuleSet;
+use transom_limiter::rule_set::{RuleChanges, RuleSet};
 use transom_limiter::window::Windows;
 
 use crate::oracle::Expected::{Admitted, Refused};
@@ -213,6 +213,25 @@ fn a_change_of_how_a_layer_counts_is_found() {
     assert_eq!(change(&rolling, &delaying), Some(("5/minute".to_owned(), "on_limit")));
     assert_eq!(change(&default, &Rule { name: "other".to_owned(), ..delaying }), None);
     assert_eq!(change(&default, &Rule { layers: vec![Limit::parse("9/2m").expect("valid")], ..default.clone() }), None);
+}
+
+#[test]
+fn rules_that_begin_with_unused_counters_are_named() {
+    let parsed = |text: &str| Limit::parse(text).expect("valid");
+    let of = |name: &str, layers: &[&str]| rule(name, layers.iter().map(|layer| parsed(layer)).collect());
+    let former = RuleSet::new(&[of("a", &["5/minute", "50/hour"]), of("b", &["5/minute"])], Seed(3, 4), None);
+    let changes = |after: &[Rule]| RuleSet::new(after, Seed(3, 4), Some(&former)).changes_since(&former);
+    let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+    let (a, b) = (of("a", &["50/hour", "5/minute"]), of("b", &["9/minute"]));
+    assert_eq!(changes(&[b.clone(), a.clone()]), RuleChanges::default());
+    assert_eq!(changes(&[of("a", &["50/hour"]), b.clone()]), RuleChanges::default());
+    let renamed = RuleChanges { added: names(&["c"]), removed: names(&["b"]), recounted: vec![] };
+    assert_eq!(changes(&[a.clone(), of("c", &["5/minute"])]), renamed);
+    let recounted = RuleChanges { recounted: names(&["b"]), ..RuleChanges::default() };
+    assert_eq!(changes(&[a.clone(), of("b", &["5/minute", "50/day"])]), recounted);
+    assert_eq!(changes(&[a.clone(), Rule { key: vec![], ..b.clone() }]), recounted);
+    let plan = Plan { name: "gold".to_owned(), layers: vec![parsed("9/day")], concurrent: None };
+    assert_eq!(changes(&[a, Rule { plans: vec![plan], ..b }]), recounted);
 }
 
 /// Windows that only a client has do not prevent a change of the rule. They are found, so that they can be left out.
