@@ -7,7 +7,7 @@ use super::diagnostics::Span;
 
 /// Names of other products (in lower case, with `_` for `-`), the setting that is meant, and the fix. A row applies to tables
 /// that have this setting; one without a setting applies to all others.
-const SETTINGS: [(&[&str], &str, &str); 38] = [
+const SETTINGS: [(&[&str], &str, &str); 58] = [
     (
         &[
             "location",
@@ -52,7 +52,6 @@ const SETTINGS: [(&[&str], &str, &str); 38] = [
             "rate_limit",
             "rate_limits",
             "ratelimit",
-            "descriptors",
             "middleware",
             "middlewares",
             "plugins",
@@ -60,6 +59,12 @@ const SETTINGS: [(&[&str], &str, &str); 38] = [
         "rules",
         "write `[rules.NAME]` with `key` and `windows`, and name it in `rules` of the route",
     ),
+    (
+        &["max_connections", "max_connections_per_client", "trusted_proxies", "proxy_protocol", "backlog"],
+        "listen",
+        "write it in `[listen]`",
+    ),
+    (&["max_body", "request_fields", "min_request_rate"], "limits", "write it in `[limits]`"),
     (
         &["http"],
         "routes",
@@ -99,12 +104,20 @@ const SETTINGS: [(&[&str], &str, &str); 38] = [
             "use_backend",
             "cluster",
             "service",
+            "route",
+            "target",
         ],
         "upstream",
         "write `upstream = \"NAME\"`, and `[upstreams.NAME]` with `servers`",
     ),
     (&["location", "uri", "prefix", "match", "path_prefix"], "path", "write `path = \"/api/{*rest}\"`"),
+    (&["rule", "acl"], "path", "write `path = \"/api/{*rest}\"`, and `host`, `methods` or `headers` where they matter"),
     (&["server_name", "domains", "domain", "vhost", "hostnames"], "host", "write it as `host`"),
+    (
+        &["domain", "descriptors"],
+        "rules",
+        "write `[rules.NAME]` with a `descriptor`, as docs/guides/from-envoy-ratelimit.md shows",
+    ),
     (&["server_name"], "", "write it as `host` in the route"),
     (
         &["proxy_set_header", "header_up", "set_header"],
@@ -117,6 +130,27 @@ const SETTINGS: [(&[&str], &str, &str); 38] = [
         "write `response_headers = { set = { x-name = \"value\" } }`",
     ),
     (&["return", "static_response"], "respond", "write `respond = { status = 404 }`, or `redirect`"),
+    (
+        &["strip_path", "stripprefix", "strip_uri", "uri_strip_prefix"],
+        "strip_prefix",
+        "write `strip_prefix = \"/api\"`",
+    ),
+    (
+        &["retries", "retry", "num_retries", "retry_policy", "proxy_next_upstream"],
+        "strip_prefix",
+        "write `retries = { attempts = 2 }` in `[upstreams.NAME]`",
+    ),
+    (
+        &["health", "health_check", "healthcheck"],
+        "strip_prefix",
+        "write `health = { path = \"/healthz\" }` in `[upstreams.NAME]`",
+    ),
+    (
+        &["auth", "basic_auth", "basicauth", "auth_basic"],
+        "strip_prefix",
+        "remove it: the upstream checks passwords; `[jwt]` verifies tokens, `[clients]` recognizes API keys",
+    ),
+    (&["cache", "proxy_cache", "caching"], "", "remove it: responses are not stored"),
     (&["redir", "redirect_scheme"], "redirect", "write `redirect = { to = \"https://{host}{uri}\" }`"),
     (
         &["gzip", "compress", "compression", "encode"],
@@ -142,6 +176,16 @@ const SETTINGS: [(&[&str], &str, &str); 38] = [
     ),
     (
         &["timeout_server", "proxy_read_timeout", "response_timeout"],
+        "response_head",
+        "write it as `response_head` and `body`, such as `\"60s\"`",
+    ),
+    (
+        &["client", "header", "headers", "read", "idle", "keepalive", "keep_alive", "http_request"],
+        "tls_handshake",
+        "write it as `request_head`, such as `\"30s\"`; it also limits how long an idle connection of a client is kept",
+    ),
+    (
+        &["server", "backend", "upstream", "response"],
         "response_head",
         "write it as `response_head` and `body`, such as `\"60s\"`",
     ),
@@ -176,9 +220,21 @@ const SETTINGS: [(&[&str], &str, &str); 38] = [
         "write `trusted_proxies = [\"10.0.0.0/8\"]`, or `proxy_protocol` for the PROXY protocol",
     ),
     (
-        &["ssl", "tls", "certificate", "ssl_certificate", "cert", "crt"],
+        &["ssl", "tls", "certificate", "ssl_certificate", "ssl_certificate_key", "cert", "crt"],
         "https",
         "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`",
+    ),
+    (
+        &["cert", "crt", "ssl_certificate", "cert_file", "certfile", "fullchain"],
+        "certificate",
+        "write it as `certificate`",
+    ),
+    (&["key", "ssl_certificate_key", "key_file", "keyfile", "privkey"], "private_key", "write it as `private_key`"),
+    (
+        &["acme", "letsencrypt", "auto_https", "email", "cert_resolver", "certresolver"],
+        "certificate",
+        "remove it: `certificate` and `private_key` name files, which an ACME client such as certbot renews; renewed files are \
+         loaded at once",
     ),
     (
         &["health_check", "healthcheck", "health_checks", "option_httpchk", "check", "active_health"],
@@ -201,6 +257,28 @@ const SETTINGS: [(&[&str], &str, &str); 38] = [
         "key",
         "write `key = \"ip\"`, or another part of a key",
     ),
+    (
+        &["token_bucket", "tokenbucket", "leaky_bucket", "max_tokens", "tokens_per_fill", "fill_interval"],
+        "windows",
+        "write `windows = [{ limit = 100, period = \"minute\", capacity = 200 }]`: unused tokens roll over, up to `capacity`",
+    ),
+    (
+        &["whitelist", "allowlist", "allow_list", "exclude", "except", "bypass", "skip", "ignore", "exempt"],
+        "exemptions",
+        "write it as `exemptions`, such as `exemptions = [\"10.0.0.0/8\"]`",
+    ),
+    (&["message", "error_message", "error_body", "errorfile"], "body_style", "write it as `body`"),
+    (
+        &["retry_after"],
+        "retry_jitter",
+        "remove it: refusals have `Retry-After`; `retry_jitter = \"5s\"` adds a random time to it",
+    ),
+    (
+        &["policy", "redis", "storage", "distributed"],
+        "retry_jitter",
+        "write `[counters.shared]`, then `redis = \"redis://127.0.0.1:6379\"`",
+    ),
+    (&["path", "target", "output", "filename"], "file", "write it as `file`"),
     (
         &["limit_conn", "in_flight", "inflightreq", "amount", "max_concurrent", "concurrency", "conn_cur"],
         "concurrent",

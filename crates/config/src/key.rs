@@ -268,6 +268,76 @@ pub fn read_part(word: &SpannedStr, report: &mut Report) -> Option<KeyPart> {
     report.accept(word.span.clone(), parse_part(word.text))
 }
 
+/// The names that other products have for parts.
+const FOREIGN_PARTS: [(&str, &[&str]); 5] = [
+    (
+        "ip",
+        &[
+            "remote_addr",
+            "binary_remote_addr",
+            "client_ip",
+            "remote_ip",
+            "source_ip",
+            "address",
+            "remote_address",
+            "remote_host",
+            "http.request.remote.host",
+            "src",
+            "source",
+        ],
+    ),
+    ("host", &["server_name", "http_host", "http.request.host", "hostname"]),
+    ("path", &["uri", "request_uri", "document_uri", "http.request.uri.path", "url"]),
+    ("method", &["request_method", "http.request.method"]),
+    ("basic-user", &["remote_user", "auth_user", "http.auth.user.id"]),
+];
+/// How they begin where a name follows.
+const FOREIGN_KINDS: [(&str, &[&str]); 4] = [
+    ("header", &["http_", "http.request.header.", "req.hdr(", "hdr(", "header ", "header."]),
+    ("cookie", &["cookie_", "http.request.cookie.", "req.cook(", "cookie ", "cookie."]),
+    ("query", &["arg_", "http.request.uri.query.", "url_param(", "query ", "query."]),
+    ("jwt", &["jwt_claim_", "jwt ", "jwt."]),
+];
+/// Fields with the address of a client, which `trusted_proxies` evaluates.
+const ADDRESS_FIELDS: [&str; 4] = ["x-forwarded-for", "x-real-ip", "http_x_forwarded_for", "http_x_real_ip"];
+
+/// The fix for variables of nginx, fetches of HAProxy and placeholders of Caddy, and for several parts in one text.
+fn foreign_fix(text: &str) -> Option<String> {
+    let bare = text.trim_start_matches(['$', '{', '%', '[']).trim_end_matches(['}', ']']);
+    if ADDRESS_FIELDS.contains(&bare.to_ascii_lowercase().as_str()) {
+        return Some(
+            "write `\"ip\"`: behind `trusted_proxies`, it is the address that they name in `X-Forwarded-For`"
+                .to_owned(),
+        );
+    }
+    if let Some(part) = foreign_part(bare) {
+        return Some(format!("did you mean `\"{part}\"`?"));
+    }
+    let words = text.split(['$', '{', '}', '%', '[', ']', ',', '+', '|', ' ']).filter(|word| !word.is_empty());
+    let words: Vec<&str> = words.collect();
+    if words.len() < 2 {
+        return None;
+    }
+    let known = |word: &str| if parse_part(word).is_ok() { Some(word.to_owned()) } else { foreign_part(word) };
+    let parts: Vec<String> = words.into_iter().map(known).collect::<Option<_>>()?;
+    Some(format!("write a list: `[\"{}\"]`", parts.join("\", \"")))
+}
+
+/// The part that a word of another product means.
+fn foreign_part(word: &str) -> Option<String> {
+    let lower = word.to_ascii_lowercase();
+    if let Some((part, _)) = FOREIGN_PARTS.iter().find(|(_, names)| names.contains(&lower.as_str())) {
+        return Some((*part).to_owned());
+    }
+    let (kind, begin) = FOREIGN_KINDS.iter().find_map(|(kind, begins)| {
+        begins.iter().find(|begin| lower.starts_with(*begin)).map(|begin| (*kind, *begin))
+    })?;
+    let name = word[begin.len()..].trim_end_matches(')').trim();
+    let name = if begin == "http_" { lower[begin.len()..].replace('_', "-") } else { name.to_owned() };
+    let part = format!("{kind}:{name}");
+    parse_part(&part).is_ok().then_some(part)
+}
+
 /// Parses one part. Prefixes of addresses may be [`PREFIX_NOT_STATED`].
 pub fn parse_part(text: &str) -> Parsed<KeyPart> {
     let no_part = || format!("{} is not a key part", quoted(text));
@@ -287,8 +357,10 @@ pub fn parse_part(text: &str) -> Parsed<KeyPart> {
     if let Some((.., example)) = PREFIXES.iter().find(|(kind, ..)| *kind == text) {
         return Err((no_part(), format!("add the number of bits, such as `\"{example}\"`")));
     }
+    if let Some(fix) = foreign_fix(text) {
+        return Err((no_part(), fix));
+    }
     let fix = match nearest(text, forms().filter(|form| !form.contains(':'))) {
-        _ if ["remote_addr", "client_ip", "address"].contains(&text) => "did you mean `\"ip\"`?".to_owned(),
         None if text.contains('-') && parse_field_name(text).is_some() => format!("did you mean `\"header:{text}\"`?"),
         Some(guess) => format!("did you mean `\"{guess}\"`?"),
         None => format!("write {}", quoted_list(forms(), "or")),

@@ -675,7 +675,8 @@ mod tests {
             ("${status}", Some(format!("`${{status}}` in `body` is sent literally: {KNOWN}"))),
             ("{limit} of $http_x_a", Some(format!("`$http_x_a` in `body` is sent literally: {KNOWN}"))),
             ("{client_ip}", Some(format!("`{{client_ip}}` in `body` is sent literally: {KNOWN}"))),
-            ("$5, $price, $http, {a: {host: 1}}, {request_id} {", None),
+            ("%[src]", Some(format!("`%[src]` in `body` is sent literally: {KNOWN}"))),
+            ("$5, $price, $http, {a: {host: 1}}, {request_id} {, 100 %", None),
         ] {
             let found = messages_of_rule(&format!("windows = [\"5/minute\"]\nbody = '{body}'"));
             let notes: Vec<&str> = found.iter().filter_map(|message| message.strip_prefix("r: note: ")).collect();

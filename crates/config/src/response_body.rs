@@ -2,7 +2,7 @@
 
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::settings::Word;
-use super::template::{find_nginx_variable, find_variable};
+use super::template::{find_format_variable, find_nginx_variable, find_variable};
 use super::toml_reader::{SpannedStr, Table};
 
 /// A configured body is sent with every refusal, so it should not be long.
@@ -82,7 +82,10 @@ pub fn literal_in_refusal(text: &str) -> Option<String> {
     let (written, fix) = match find_nginx_variable(text) {
         Some((written, "request_id")) => (written, String::from("write `{request_id}`")),
         Some((written, _)) => (written, known_variables()),
-        None => (find_variable(text)?, known_variables()),
+        None => (
+            find_format_variable(text).map(|(written, ..)| written).or_else(|| find_variable(text))?,
+            known_variables(),
+        ),
     };
     Some(format!("{} in `body` is sent literally: {fix}", quoted(written)))
 }
@@ -91,7 +94,9 @@ pub fn literal_in_refusal(text: &str) -> Option<String> {
 pub fn literal_in_response(text: &str) -> Option<&str> {
     let of_refusals =
         || REFUSAL_VARIABLES.iter().find_map(|(name, _)| text.find(name).map(|at| &text[at..at + name.len()]));
-    find_nginx_variable(text).map(|(written, _)| written).or_else(|| find_variable(text)).or_else(of_refusals)
+    let of_nginx = find_nginx_variable(text).map(|(written, _)| written);
+    let of_formats = || find_format_variable(text).map(|(written, ..)| written);
+    of_nginx.or_else(of_formats).or_else(|| find_variable(text)).or_else(of_refusals)
 }
 
 fn known_variables() -> String {

@@ -264,6 +264,18 @@ pub fn read_routes(item: Option<Item>, context: &RouteContext, report: &mut Repo
     routes.into_iter().map(|route| route.route).collect()
 }
 
+/// The fixes for prefixes in the words of other products.
+fn suggest_path(table: &mut Table) {
+    for key in ["location", "prefix", "path_prefix", "match", "uri"] {
+        let Some(Item { value: DeValue::String(prefix), .. }) = table.given(key) else { continue };
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "/-_.~".contains(c);
+        if prefix.starts_with('/') && prefix.chars().all(is_plain) {
+            let fix = format!("write `path = \"{}/{{*rest}}\"`", prefix.trim_end_matches('/'));
+            table.suggest_for(key, "path", fix);
+        }
+    }
+}
+
 /// A route that was read, with the positions that problems refer to. Invalid settings have defaults.
 struct ParsedRoute {
     route: Route,
@@ -285,6 +297,7 @@ impl RouteContext<'_> {
         let is_valid = report.count() == before && path.is_some();
         let actions = ActionSettings::read(&mut table, report);
         let settings = RouteSettings::read(&mut table, report);
+        suggest_path(&mut table);
         let (name_item, cost_item) = (table.given("name"), table.given("cost"));
         let include_usage_item = table.given("set_include_usage");
         let needs_upstream = !responds_directly(&table);

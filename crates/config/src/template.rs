@@ -70,6 +70,28 @@ const NGINX: [(&str, &[&str]); 8] = [
     ("{query}", &["args", "query_string"]),
 ];
 
+/// Variables here, and parts of variables of HAProxy and Envoy with the same value.
+const FORMAT_VARIABLES: [(&str, &[&str]); 7] = [
+    ("{client_ip}", &["[src]", "DOWNSTREAM_REMOTE_ADDRESS", "DOWNSTREAM_DIRECT_REMOTE_ADDRESS"]),
+    ("{authority}", &["hdr(host)", "(:AUTHORITY)"]),
+    ("{method}", &["[method]", "(:METHOD)"]),
+    ("{path}", &["[path]"]),
+    ("{query}", &["[query]"]),
+    ("{uri}", &["[pathq]", "[url]", "(:PATH)"]),
+    ("{scheme}", &["(:SCHEME)"]),
+];
+
+/// Variables here, and placeholders of Caddy with the same value.
+const CADDY: [(&str, &[&str]); 7] = [
+    ("client_ip", &["remote_host", "http.request.remote.host", "http.request.remote", "http.vars.client_ip"]),
+    ("host", &["http.request.host"]),
+    ("authority", &["hostport", "http.request.hostport"]),
+    ("method", &["http.request.method"]),
+    ("path", &["http.request.uri.path"]),
+    ("query", &["http.request.uri.query"]),
+    ("uri", &["http.request.uri"]),
+];
+
 /// Other variables of nginx.
 const NGINX_NAMES: [&str; 26] = [
     "body_bytes_sent",
@@ -138,8 +160,14 @@ fn parse(text: &str, path: Option<&PathPattern>) -> Parsed<Vec<TemplatePart>> {
         let message = format!("a header field cannot contain {}", quoted(&c.to_string()));
         return Err((message, "write it on one line, without control characters".to_owned()));
     }
+    if let Some((written, product, meant)) = find_format_variable(text) {
+        let fix = match meant {
+            Some(meant) => format!("write `{meant}`"),
+            None => format!("remove it; the variables are {}", known_variables()),
+        };
+        return Err((format!("{} is a variable of {product}, which would be sent literally", quoted(written)), fix));
+    }
     if let Some((written, name)) = find_nginx_variable(text) {
-        let known = || quoted_list(VARIABLES.map(|(name, _)| format!("{{{name}}}")).iter().map(String::as_str), "and");
         let meant = NGINX.iter().find(|(_, names)| names.contains(&name));
         let fix = match (meant, name) {
             (Some((meant, _)), _) => format!("write `{meant}`"),
@@ -147,7 +175,7 @@ fn parse(text: &str, path: Option<&PathPattern>) -> Parsed<Vec<TemplatePart>> {
             (None, "proxy_add_x_forwarded_for") => {
                 String::from("remove it: the gateway sends the client's address in `X-Forwarded-For`")
             }
-            (None, _) => format!("remove it; the variables are {}", known()),
+            (None, _) => format!("remove it; the variables are {}", known_variables()),
         };
         return Err((format!("{} is a variable of nginx, which would be sent literally", quoted(written)), fix));
     }
@@ -157,6 +185,10 @@ fn parse(text: &str, path: Option<&PathPattern>) -> Parsed<Vec<TemplatePart>> {
         literal.into_iter().chain(variable.map(TemplatePart::Variable))
     });
     Ok(parts.collect())
+}
+
+fn known_variables() -> String {
+    quoted_list(VARIABLES.map(|(name, _)| format!("{{{name}}}")).iter().map(String::as_str), "and")
 }
 
 /// Splits a text into literals, each with the variable that follows it. `{{` and `}}` stand for literal braces; `example` is a
@@ -203,6 +235,27 @@ pub fn find_nginx_variable(text: &str) -> Option<(&str, &str)> {
     })
 }
 
+/// The first variable of HAProxy, such as `%[src]`, or of Envoy, such as `%REQ(:PATH)%`, in a text; the product, and the variable
+/// here of the same value.
+pub fn find_format_variable(text: &str) -> Option<(&str, &'static str, Option<&'static str>)> {
+    text.match_indices('%').find_map(|(at, _)| {
+        let rest = &text[at + 1..];
+        let (length, product) = match rest.strip_prefix('[') {
+            Some(inner) => (inner.find(']')? + 2, "HAProxy"),
+            None => {
+                let name = rest.find(|c: char| !c.is_ascii_uppercase() && c != '_')?;
+                // Not the percent-encoding of a byte.
+                let is_name = name > 2 && rest[..name].contains(|c: char| !c.is_ascii_hexdigit());
+                let end = if rest[name..].starts_with('(') { name + rest[name..].find(')')? + 1 } else { name };
+                (end + rest[end..].starts_with('%').then_some(1).filter(|_| is_name)?, "Envoy")
+            }
+        };
+        let written = &text[at..=at + length];
+        let meant = FORMAT_VARIABLES.iter().find(|(_, names)| names.iter().any(|name| written.contains(name)));
+        Some((written, product, meant.map(|(meant, _)| *meant)))
+    })
+}
+
 /// The first variable of header texts that stands in a text, with its braces.
 pub fn find_variable(text: &str) -> Option<&str> {
     text.match_indices('{').find_map(|(at, _)| {
@@ -225,7 +278,8 @@ fn parse_variable(name: &str, path: Option<&PathPattern>) -> Parsed<Variable> {
         return Ok(variable.clone());
     }
     let braced = |name: &str| format!("{{{name}}}");
-    let fix = match nearest(name, known.iter().map(|(name, _)| name.as_str())) {
+    let of_caddy = CADDY.iter().find(|(_, names)| names.contains(&name)).map(|(meant, _)| *meant);
+    let fix = match of_caddy.or_else(|| nearest(name, known.iter().map(|(name, _)| name.as_str()))) {
         Some(guess) => format!("did you mean {}?", quoted(&braced(guess))),
         None => {
             let known: Vec<String> = known.iter().map(|(name, _)| braced(name)).collect();

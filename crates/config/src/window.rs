@@ -44,6 +44,8 @@ const LIMIT_NAMES: [&str; 11] = [
 /// Names of a period in other products.
 const PERIOD_NAMES: [&str; 9] =
     ["period", "per", "interval", "window", "unit", "duration", "time_window", "timeframe", "seconds"];
+/// Units of rates.
+const RATES: [(&str, &str); 4] = [("rps", "second"), ("qps", "second"), ("rpm", "minute"), ("rph", "hour")];
 const BURST_NAMES: [&str; 3] = ["burst", "burst_size", "bucket_size"];
 const NO_DELAY_FIX: &str = "remove it: requests above the limit are refused at once, unless `on_limit` is `delay`";
 
@@ -214,6 +216,12 @@ pub fn report_unreachable_layers(item: &Item, layers: &[Limit], report: &mut Rep
 
 /// The fix for a text that is not a limit.
 fn limit_fix(text: &str, error: LimitError) -> String {
+    let seconds = text.split_once('/').filter(|(_, period)| Period::parse(&format!("{}s", period.trim())).is_ok());
+    if let Some((tokens, seconds)) =
+        seconds.and_then(|(amount, period)| Some((guess_tokens(amount.trim())?, period.trim())))
+    {
+        return format!("write `\"{tokens}/{seconds}s\"`, if seconds are meant");
+    }
     match (error, guess_limit(text)) {
         (LimitError::Syntax | LimitError::Period(PeriodError::Syntax), Some((tokens, period))) => {
             format!("write `\"{tokens}/{period}\"`")
@@ -228,9 +236,12 @@ fn guess_limit(text: &str) -> Option<(u64, String)> {
     // Only ASCII letters change, so byte positions are the same in both.
     let lower = plain.to_ascii_lowercase();
     let separator = lower.find('/').map(|at| at..at + 1).or(lower.find("per").map(|at| at..at + 3));
-    let (amount, period) = match &separator {
-        Some(separator) => (&plain[..separator.start], guess_period(&plain[separator.end..])),
-        None => (plain.as_str(), Some("minute".to_owned())),
+    // Such as `5rps`.
+    let rate = RATES.iter().find_map(|(unit, period)| Some((lower.strip_suffix(unit)?, *period)));
+    let (amount, period) = match (&separator, rate) {
+        (Some(separator), _) => (&plain[..separator.start], guess_period(&plain[separator.end..])),
+        (None, Some((amount, period))) => (amount, Some(period.to_owned())),
+        (None, None) => (plain.as_str(), Some("minute".to_owned())),
     };
     guess_tokens(amount).zip(period).filter(|(tokens, period)| Limit::parse(&format!("{tokens}/{period}")).is_ok())
 }
@@ -303,6 +314,14 @@ pub fn suggest_windows(table: &mut Table) {
         }
     }
     table.suggest_for("nodelay", "windows", NO_DELAY_FIX);
+    // As in Kong: `minute = 10`.
+    let units: Vec<&'static str> = PERIODS.into_iter().filter(|unit| table.given(unit).is_some()).collect();
+    let layer = |unit: &&str| Some(format!("\"{}/{unit}\"", text_of(&table.given(unit)?)?.parse::<u64>().ok()?));
+    let layers: Vec<String> = units.iter().filter_map(layer).collect();
+    if !layers.is_empty() {
+        let fix = format!("write `windows = [{}]`", layers.join(", "));
+        units.into_iter().for_each(|unit| table.suggest_for(unit, "windows", fix.clone()));
+    }
 }
 
 /// The fixes for limits in the words of other products, in the table of a window.
