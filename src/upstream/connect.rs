@@ -1,7 +1,8 @@
 //! Opens a connection to one server: DNS, TCP or Unix socket, TLS, protocol by ALPN.
 //!
 //! All addresses of a name are tried, each connection starting with another one: the next address as soon as one fails,
-//! or in parallel while one is silent (RFC 8305, "happy eyeballs"). The first connection that succeeds is used.
+//! or in parallel while one is silent (RFC 8305, "happy eyeballs"). The first connection that succeeds is used. An address
+//! also fails if its TLS handshake does: another server may have the address since the name has moved.
 
 use std::future::poll_fn;
 use std::io;
@@ -15,7 +16,7 @@ use std::time::Duration;
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use tokio::net::{TcpStream, UnixStream};
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 use tokio_rustls::{TlsConnector, TlsStream};
 
 use super::dns::Resolver;
@@ -25,8 +26,6 @@ use transom_runtime::clock::Clock;
 
 /// How long an address may be silent before the next one is tried in parallel.
 const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(250);
-/// How long a failed connection waits for another look-up of the name. A slow resolver does not delay the use of another server.
-const LOOK_UP_TIMEOUT: Duration = Duration::from_secs(1);
 const HTTP_2: &[u8] = b"h2";
 const HTTP_1: &[u8] = b"http/1.1";
 
@@ -52,6 +51,23 @@ pub struct Connected {
     pub version: HttpVersion,
     /// `None` for a Unix socket.
     pub address: Option<SocketAddr>,
+}
+
+/// The addresses that have failed while a request waits for a connection.
+#[derive(Default)]
+pub struct FailedAddresses {
+    addresses: Vec<SocketAddr>,
+    /// Of the address that failed last.
+    error: Option<io::Error>,
+    /// The name was resolved again.
+    has_looked_up: bool,
+}
+
+impl FailedAddresses {
+    pub fn add(&mut self, addresses: &[SocketAddr], error: io::Error) {
+        self.addresses.extend(addresses);
+        self.error = Some(error);
+    }
 }
 
 pub struct Connector {
@@ -96,8 +112,10 @@ impl Connector {
         self.protocol == UpstreamProtocol::Http2
     }
 
-    /// Connects. `http1_only`: with HTTP/1.1, even if the server prefers HTTP/2.
-    pub async fn open(&self, http1_only: bool) -> io::Result<Connected> {
+    /// Connects to an address that is not in `failed`, and adds those that fail. After all known addresses, resolves the name
+    /// again, once for each `failed`: the server may have moved, and nothing was sent. `http1_only`: with HTTP/1.1, even if
+    /// the server prefers HTTP/2.
+    pub async fn open(&self, http1_only: bool, failed: &mut FailedAddresses) -> io::Result<Connected> {
         if self.server.scheme == Scheme::Unix {
             let stream = UnixStream::connect(&self.server.host).await?;
             return Ok(Connected {
@@ -106,11 +124,27 @@ impl Connector {
                 address: None,
             });
         }
-        let addresses = self.resolver.rotated_addresses().await?;
-        let (stream, address) = match connect_to_first(&addresses).await {
-            Ok(connected) => connected,
-            Err(error) => self.connect_to_new_address(&addresses, error).await?,
-        };
+        let mut addresses = self.resolver.rotated_addresses().await?;
+        loop {
+            addresses.retain(|address| !failed.addresses.contains(address));
+            if addresses.is_empty() && !std::mem::replace(&mut failed.has_looked_up, true) {
+                addresses = self.resolver.new_addresses(&failed.addresses).await;
+            }
+            if addresses.is_empty() {
+                return Err(failed.error.take().unwrap_or_else(|| io::Error::other("the name has no address")));
+            }
+            match connect_to_first(&addresses).await {
+                Err(error) => failed.add(&addresses, error),
+                Ok((stream, address)) => match self.start(stream, address, http1_only).await {
+                    Ok(connected) => return Ok(connected),
+                    Err(error) => failed.add(&[address], error),
+                },
+            }
+        }
+    }
+
+    /// Performs the TLS handshake, if configured, on a new connection.
+    async fn start(&self, stream: TcpStream, address: SocketAddr, http1_only: bool) -> io::Result<Connected> {
         stream.set_nodelay(true)?;
         let address = Some(address);
         let Some(tls) = &self.tls else {
@@ -129,23 +163,6 @@ impl Connector {
             _ => HttpVersion::Http1,
         };
         Ok(Connected { stream: IoStream::tls(TlsStream::Client(stream)), version, address })
-    }
-
-    /// Resolves the name again after all known addresses have failed, and connects to those that are new: the server may have
-    /// moved, and nothing was sent.
-    async fn connect_to_new_address(
-        &self,
-        failed: &[SocketAddr],
-        error: io::Error,
-    ) -> io::Result<(TcpStream, SocketAddr)> {
-        match timeout(LOOK_UP_TIMEOUT, self.resolver.new_addresses(failed)).await {
-            Ok(new) if !new.is_empty() => connect_to_first(&new).await,
-            Ok(_) => Err(error),
-            Err(_elapsed) => {
-                self.resolver.mark_suspect();
-                Err(error)
-            }
-        }
     }
 
     fn cleartext_version(&self, http1_only: bool) -> HttpVersion {

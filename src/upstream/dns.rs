@@ -12,8 +12,13 @@ use std::time::{Duration, Instant};
 
 use tokio::net::lookup_host;
 use tokio::sync::Semaphore;
+use tokio::time::timeout;
 
 use transom_runtime::clock::Clock;
+
+/// How long a connection waits for a look-up after a failure. A slow resolver does not delay the use of known addresses, or of
+/// another server.
+const LOOK_UP_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub struct Resolver {
     host: String,
@@ -21,7 +26,7 @@ pub struct Resolver {
     /// The host is an IP address and is not resolved.
     is_literal: bool,
     addresses: RefCell<Vec<SocketAddr>>,
-    /// No known address accepted a connection in time.
+    /// A connection to a known address was of no use.
     is_suspect: Cell<bool>,
     /// One task at a time resolves the name after a failure.
     turn: Semaphore,
@@ -60,8 +65,11 @@ impl Resolver {
     /// All addresses, rotated by one with each call. Expired addresses are used once more while the name is resolved,
     /// so that only the first connection waits for the resolver.
     pub async fn rotated_addresses(self: &Rc<Self>) -> io::Result<Vec<SocketAddr>> {
-        if self.addresses.borrow().is_empty() || self.is_suspect.take() {
+        if self.addresses.borrow().is_empty() {
             self.look_up().await?;
+        } else if self.is_suspect.take() {
+            // On an error, the known addresses stay valid.
+            let _ = timeout(LOOK_UP_TIMEOUT, self.look_up()).await;
         } else if self.is_stale() {
             self.refresh();
         }
@@ -86,15 +94,20 @@ impl Resolver {
             return Vec::new();
         }
         let look_ups = self.look_ups.get();
-        let _turn = self.turn.acquire().await;
-        if self.look_ups.get() == look_ups {
-            // On an error, the known addresses stay valid.
-            let _ = self.look_up().await;
+        let looking_up = timeout(LOOK_UP_TIMEOUT, async {
+            let _turn = self.turn.acquire().await;
+            if self.look_ups.get() == look_ups {
+                // On an error, the known addresses stay valid.
+                let _ = self.look_up().await;
+            }
+        });
+        if looking_up.await.is_err() {
+            self.mark_suspect();
         }
         self.addresses.borrow().iter().filter(|address| !failed.contains(address)).copied().collect()
     }
 
-    /// No known address accepted a connection in time: resolves the name before the next attempt.
+    /// A connection was of no use, because its address leads nowhere or to another server: resolves the name before the next one.
     pub fn mark_suspect(&self) {
         self.is_suspect.set(!self.is_literal);
     }

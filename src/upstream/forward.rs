@@ -420,6 +420,9 @@ impl Forwarder {
         error: ConnectionError,
         reused: bool,
     ) -> NextStep {
+        if !reused && !error.is_of_request_body() {
+            self.load_balancer.servers()[attempt.choice.server].pool.mark_suspect();
+        }
         if let Some(unsent) = connection.take_unsent() {
             if reused || !forwarding.needs_new_connection {
                 // The server closed the connection before it was used. Other idle connections may work.

@@ -157,7 +157,10 @@ async fn check(pool: &ConnectionPool, health: &HealthChecks) -> Result<(), Strin
         .header(ACCEPT, ACCEPT_ANY)
         .body(RequestBody::Empty)
         .map_err(|invalid| invalid.to_string())?;
-    let response = connection.send(Box::new(request), None).await.map_err(|error| error.to_string())?;
+    let response = connection.send(Box::new(request), None).await.map_err(|error| {
+        pool.mark_suspect();
+        error.to_string()
+    })?;
     let status = response.status().as_u16();
     match health.status.iter().any(|good| good.contains(&status)) {
         true => Ok(()),

@@ -16,7 +16,7 @@ use http::{Request, uri};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::timeout;
 
-use super::connect::{Connector, HttpVersion, ResolvedTarget};
+use super::connect::{Connector, FailedAddresses, HttpVersion, ResolvedTarget};
 use super::connection::UpstreamConnection;
 use super::http1::Http1Connection;
 use super::http2::{self, Http2Connection, Http2Stream, StreamCapacity};
@@ -195,6 +195,11 @@ impl ConnectionPool {
         }
     }
 
+    /// A new connection was of no use: the server may have moved. The name is resolved before the next connection.
+    pub fn mark_suspect(&self) {
+        self.connector.resolver.mark_suspect();
+    }
+
     /// Opens a connection, or a stream of one that takes a request, within `within`. After `ping_after`
     /// without input, a PING checks an HTTP/2 server. `is_exclusive`: no other request will use the connection.
     /// `keeps_pending`: a new connection whose SETTINGS do not arrive in time stays in the pool, for the next request.
@@ -210,8 +215,7 @@ impl ConnectionPool {
             Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => Err(RequestError::ConnectTimeout),
             Ok(Err(error)) => Err(RequestError::Connect(format!("{}: {error}", self.server.url))),
             Err(_elapsed) => {
-                // The address may lead nowhere since the server has moved.
-                self.connector.resolver.mark_suspect();
+                self.mark_suspect();
                 Err(RequestError::ConnectTimeout)
             }
         }
@@ -230,6 +234,7 @@ impl ConnectionPool {
             true => Some(self.opening.acquire().await.map_err(io::Error::other)?),
             false => None,
         };
+        let mut failed = FailedAddresses::default();
         loop {
             if shares && let Some(connection) = self.open_stream(HTTP2_CONNECTIONS_MAX) {
                 return Ok(connection);
@@ -242,7 +247,7 @@ impl ConnectionPool {
                 None if self.clock.instant().duration_since(start) > within * 3 / 4 => {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
-                None => match self.connect_new(ping_after, is_exclusive).await? {
+                None => match self.connect_new(ping_after, is_exclusive, &mut failed).await? {
                     NewConnection::Http1(connection) => return Ok(UpstreamConnection::Http1(connection)),
                     NewConnection::Http2(connection) => connection,
                 },
@@ -251,7 +256,12 @@ impl ConnectionPool {
             if is_new && keeps_pending {
                 add();
             }
-            connection.wait_for_stream_limit().await?;
+            if let Err(error) = connection.wait_for_stream_limit().await {
+                // Nothing was sent. A Unix socket has no other address.
+                let Some(address) = connection.address else { return Err(error) };
+                failed.add(&[address], error);
+                continue;
+            }
             if is_new && !keeps_pending {
                 add();
             }
@@ -263,9 +273,14 @@ impl ConnectionPool {
         }
     }
 
-    async fn connect_new(&self, ping_after: Duration, is_exclusive: bool) -> io::Result<NewConnection> {
+    async fn connect_new(
+        &self,
+        ping_after: Duration,
+        is_exclusive: bool,
+        failed: &mut FailedAddresses,
+    ) -> io::Result<NewConnection> {
         let generation = self.connector.resolver.generation();
-        let connected = self.connector.open(is_exclusive).await?;
+        let connected = self.connector.open(is_exclusive, failed).await?;
         let target = ResolvedTarget { address: connected.address, generation };
         let counted = CountedConnection::new(self.gauge.as_ref());
         match connected.version {

@@ -12,8 +12,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use socket2::{Domain, Socket, Type};
 
+use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::process::{BINARY, Process};
 use crate::support::redis::free_port;
+use crate::support::test_ca::TestCa;
 use crate::support::upstream::{Connection, Upstream};
 use crate::support::{TempDir, eventually};
 
@@ -65,13 +67,17 @@ fn gateway(port: u16, addresses: &[&str]) -> Process {
 }
 
 fn gateway_with(port: u16, addresses: &[&str], settings: &str) -> Process {
+    gateway_of(&format!("http://api.test:{port}"), addresses, settings)
+}
+
+fn gateway_of(url: &str, addresses: &[&str], settings: &str) -> Process {
     let scratch = TempDir::new();
     let hosts = scratch.path().join("hosts");
     write_hosts(&hosts, addresses, 1000);
     let mut command = Command::new(BINARY);
     command.env("LD_PRELOAD", nss_wrapper()).env("NSS_WRAPPER_HOSTS", &hosts);
     let toml = format!(
-        "workers = 1\n[upstreams.u]\nservers = [\"http://api.test:{port}\"]\n{settings}\
+        "workers = 1\n[upstreams.u]\nservers = [\"{url}\"]\n{settings}\
          [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"
     );
     Process::spawn_command(command, &toml, scratch)
@@ -183,4 +189,38 @@ fn a_connect_timeout_causes_a_look_up() {
     gateway.get("/a").expect(504).problem();
     write_hosts(&gateway.scratch.path().join("hosts"), &["127.0.0.2"], 2000);
     gateway.get("/a").expect(200);
+}
+
+/// Another server has the known address: it has another certificate, or closes connections. The next request, of which nothing
+/// was sent to that server, goes to the new address.
+#[test]
+fn an_address_of_another_server_causes_a_look_up() {
+    let (ca, other_ca, scratch) = (TestCa::new(), TestCa::new(), TempDir::new());
+    let trusted = format!("tls = {{ ca = \"{}\" }}\n", scratch.write("ca.pem", &ca.pem).display());
+    let http2 = |address, ca: Option<&TestCa>| {
+        let tls = ca.map(|ca| ca.issue(&["api.test"]).server_config(&["h2"], None));
+        Http2Upstream::always_ok(Options { address, tls, ..Options::default() })
+    };
+    let moves_from = |address: SocketAddr, scheme: &str, settings: &str| {
+        let settings = format!("resolve = \"1h\"\n{settings}");
+        let gateway = gateway_of(&format!("{scheme}://api.test:{}", address.port()), &["127.0.0.1"], &settings);
+        gateway.client().post("/a", "body").expect(502).problem();
+        write_hosts(&gateway.scratch.path().join("hosts"), &["127.0.0.2"], 2000);
+        gateway.client().post("/a", "body").expect(200);
+    };
+    let closing = Upstream::with_script(|_| {});
+    let at_new = |old: SocketAddr| SocketAddr::from(([127, 0, 0, 2], old.port()));
+    {
+        let _new = http2(at_new(closing.address), Some(&ca));
+        moves_from(closing.address, "https", &trusted);
+        let other = http2(SocketAddr::from(([127, 0, 0, 1], 0)), Some(&other_ca));
+        let _new = http2(at_new(other.address), Some(&ca));
+        moves_from(other.address, "https", &trusted);
+    }
+    {
+        let _new = http2(at_new(closing.address), None);
+        moves_from(closing.address, "http", "protocol = \"http2\"\n");
+    }
+    let _new = Upstream::at_address(at_new(closing.address), respond_once);
+    moves_from(closing.address, "http", "");
 }

@@ -63,6 +63,7 @@ pub enum AfterRequest {
 pub type Script = dyn Fn(Exchange) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync;
 
 pub struct Options {
+    pub address: SocketAddr,
     pub tls: Option<Arc<ServerConfig>>,
     pub max_streams: u32,
     /// Chooses by the numbers of the connection and of the request, from 0.
@@ -71,7 +72,8 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { tls: None, max_streams: 100, after: |_, _| AfterRequest::Continue }
+        let address = SocketAddr::from(([127, 0, 0, 1], 0));
+        Options { address, tls: None, max_streams: 100, after: |_, _| AfterRequest::Continue }
     }
 }
 
@@ -82,7 +84,7 @@ impl Http2Upstream {
     {
         let state = Arc::new(State::default());
         let (stop, stopped) = oneshot::channel();
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let listener = std::net::TcpListener::bind(setup.address).unwrap();
         listener.set_nonblocking(true).unwrap();
         let address = listener.local_addr().unwrap();
         let script: Arc<Script> = Arc::new(move |stream| Box::pin(script(stream)));
