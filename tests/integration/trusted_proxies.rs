@@ -1,5 +1,7 @@
 //! Clients behind proxies: only configured proxies are trusted, up to the first hop that is not configured.
 
+use std::net::SocketAddr;
+
 use crate::support::client::HttpResponse;
 use crate::support::gateway::Gateway;
 use crate::support::ratelimit_parser::remaining;
@@ -74,6 +76,48 @@ fn the_scheme_is_that_of_the_client_behind_two_proxies() {
     let absolute = "GET https://a/a HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.7\r\n";
     client.send(format!("{absolute}X-Forwarded-Proto: https\r\n\r\n")).read_response().expect(200);
     client.send(format!("{absolute}\r\n")).read_response().expect(400).problem();
+}
+
+/// Client, proxy, and two gateways that trust those before them. The proxy appends to the lists that the client has begun.
+#[test]
+fn a_forged_scheme_or_host_has_no_effect_at_the_second_of_two_gateways() {
+    let upstream = Upstream::always(200);
+    let second = Gateway::start(&format!(
+        "{}forward_auth = \"127.0.0.1:0\"\n{}\
+         [[routes]]\nhost = \"forged.test\"\npath = \"/{{*rest}}\"\nrespond = {{ status = 403 }}\n\
+         [[routes]]\nscheme = \"http\"\npath = \"/{{*rest}}\"\nredirect = {{ to = \"https://{{host}}{{uri}}\" }}\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        listen(TRUSTED),
+        upstream.toml("u")
+    ));
+    let first_before = |address: SocketAddr| {
+        Gateway::start(&format!(
+            "{}[upstreams.u]\nservers = [\"http://{address}\"]\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+            listen(TRUSTED)
+        ))
+    };
+    let get = |first: &Gateway, scheme: &str, more: &[(&str, &str)]| {
+        let schemes = format!("https, {scheme}");
+        let fields = [
+            ("X-Forwarded-For", "6.6.6.6, 192.0.2.7"),
+            ("X-Forwarded-Proto", schemes.as_str()),
+            ("X-Forwarded-Host", "forged.test, shop.test"),
+        ];
+        first.get_with("/a", &[&fields, more].concat())
+    };
+    let first = first_before(second.http_addresses()[0]);
+    get(&first, "http", &[]).expect(308);
+    get(&first, "https", &[]).expect(200);
+    let received = upstream.only_request();
+    assert_eq!(received.values("x-forwarded-for"), ["6.6.6.6, 192.0.2.7, 127.0.0.1, 127.0.0.1"]);
+    assert_eq!(
+        (received.values("x-forwarded-proto"), received.values("x-forwarded-host")),
+        (vec!["https"], vec!["shop.test"])
+    );
+    // As the authorization requests of a proxy.
+    let first = first_before(second.forward_auth_addresses()[0]);
+    let about = [("X-Forwarded-Method", "GET"), ("X-Forwarded-Uri", "/a")];
+    get(&first, "https", &about).expect(200);
 }
 
 #[test]

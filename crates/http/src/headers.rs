@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use http::StatusCode;
 use http::header::{self, Entry, HeaderMap, HeaderName, HeaderValue};
 
-use super::forwarded::{ClientInfo, X_FORWARDED_FOR, X_FORWARDED_PROTO};
+use super::forwarded::{ClientInfo, X_FORWARDED_FOR, X_FORWARDED_PROTO, element_of_hop};
 use super::http1_head::never_has_body;
 use crate::forwarded::ForwardedField;
 use crate::percent_encoding::byte_set;
@@ -123,7 +123,7 @@ pub fn forward_request(
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
     }
     if client.trusted_header == Some(ForwardedField::XForwardedFor) {
-        return append_x_forwarded_for(headers, peer, client);
+        return extend_forwarding_fields(headers, peer, client);
     }
     // The forwarding fields of an untrusted peer are replaced.
     if special.has(SpecialFields::UNTRUSTED_FORWARDING) {
@@ -148,15 +148,32 @@ fn scheme_value(is_secure: bool) -> HeaderValue {
     HeaderValue::from_static(if is_secure { "https" } else { "http" })
 }
 
-/// Keeps the forwarding fields of a trusted proxy, and appends the address of the proxy.
-fn append_x_forwarded_for(headers: &mut HeaderMap, peer: &HeaderValue, client: &ClientInfo) {
+/// Appends the address of a trusted proxy to `X-Forwarded-For`. Of a list of schemes or hosts, only the element of the client
+/// stays: the other elements are not the client's, may be forged, and most servers expect one. The next hop, at which the client is
+/// one place further from the end, reads this element too.
+fn extend_forwarding_fields(headers: &mut HeaderMap, peer: &HeaderValue, client: &ClientInfo) {
     let addresses = join_lines(headers.get_all(X_FORWARDED_FOR).iter().chain([peer]));
     headers.insert(X_FORWARDED_FOR, addresses.unwrap_or_else(|| peer.clone()));
-    if !headers.contains_key(X_FORWARDED_PROTO) {
-        headers.insert(X_FORWARDED_PROTO, scheme_value(client.is_secure));
-    }
-    if let (false, Some(host)) = (headers.contains_key(X_FORWARDED_HOST), headers.get(header::HOST).cloned()) {
-        headers.insert(X_FORWARDED_HOST, host);
+    keep_element_of_client(headers, X_FORWARDED_PROTO, client, |_| Some(scheme_value(client.is_secure)));
+    keep_element_of_client(headers, X_FORWARDED_HOST, client, |headers| headers.get(header::HOST).cloned());
+}
+
+/// Reduces a list of a forwarding field to the element of the client, or to `default` if it has no element.
+fn keep_element_of_client(
+    headers: &mut HeaderMap,
+    name: HeaderName,
+    client: &ClientInfo,
+    default: impl FnOnce(&HeaderMap) -> Option<HeaderValue>,
+) {
+    let lines = headers.get_all(&name);
+    let value = match element_of_hop(&lines, client.hops) {
+        // Usually this element is the whole field.
+        Some(element) if lines.iter().map(HeaderValue::as_bytes).eq([element]) => return,
+        Some(element) => HeaderValue::from_bytes(element).ok(),
+        None => default(headers),
+    };
+    if let Some(value) = value {
+        headers.insert(name, value);
     }
 }
 
@@ -403,6 +420,19 @@ mod tests {
         assert_eq!(out["x-forwarded-host"], "shop.example");
         assert_eq!(out["x-forwarded-port"], "443");
         assert!(!out.contains_key("forwarded"));
+        for (lines, kept) in [
+            (&["https, http"][..], "http"),
+            (&["https", " WSS "], "WSS"),
+            (&["https, http,"], "http"),
+            (&[" http"], "http"),
+            (&[","], "https"),
+            (&[], "https"),
+        ] {
+            let lines = lines.iter().map(|line| ("x-forwarded-proto", *line));
+            let fields: Vec<_> = lines.chain([("x-forwarded-for", "198.51.100.1")]).collect();
+            let out = forwarded_from("10.0.0.1", Some(ForwardedField::XForwardedFor), &fields);
+            assert!(out.get_all("x-forwarded-proto").iter().eq([kept]), "{fields:?}: {out:?}");
+        }
         let out = forwarded_from("fd00::1", Some(ForwardedField::Forwarded), &fields);
         assert_eq!(out["forwarded"], "for=6.6.6.6, for=\"[fd00::1]\";proto=https");
         assert_eq!(out["x-forwarded-for"], "198.51.100.1");
