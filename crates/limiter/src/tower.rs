@@ -2,7 +2,8 @@
 //!
 //! [`LimitLayer`] acquires a token of a [`Limiter`] for each request. A request without tokens is answered with 429, and
 //! never reaches the service. Responses state the limits in `RateLimit` and `RateLimit-Policy`
-//! (draft-ietf-httpapi-ratelimit-headers-11); fields of these names that the service sent are kept.
+//! (draft-ietf-httpapi-ratelimit-headers-11). Lists of these names that the service sent are kept, values in another form, such
+//! as that of older drafts, are replaced.
 //!
 //! ```
 //! use std::net::{IpAddr, SocketAddr};
@@ -38,10 +39,12 @@ use http::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER
 use http::request::Parts;
 use http::{Request, Response, StatusCode};
 use pin_project_lite::pin_project;
+use sfv::{List, ListEntry, Parser};
 use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::limiter::{Admission, LayerState, Limiter, LimiterDecision, Refusal};
+use crate::window::Period;
 
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -100,11 +103,12 @@ impl LimitLayer {
         let limiter = limiter.into();
         let is_only = limiter.layers().count() == 1;
         let names: Arc<[String]> = limiter.layers().map(|(_, period)| item_name(name, period, is_only)).collect();
-        // `w` is an integer: a window shorter than a second is reported as one second.
-        let policy =
-            list(names.iter().zip(limiter.layers()).map(|(name, (limit, period))| {
-                format!("\"{name}\";q={limit};w={}", period.as_millis().div_ceil(1000))
-            }));
+        // `w` is in whole seconds, of several windows if need be.
+        let policy = list(names.iter().zip(limiter.layers()).map(|(name, (limit, period))| {
+            let ms = period.as_millis() as u64;
+            let windows = Period::Fixed { ms }.windows().in_whole_seconds();
+            format!("\"{name}\";q={};w={}", u64::from(limit) * windows, ms * windows / 1000)
+        }));
         let acquire = move |limiter: &Limiter, request: &Parts, cost, clock: &dyn Fn() -> u64| {
             key(request).map(|key| limiter.acquire_with_clock(&key, cost, clock))
         };
@@ -272,8 +276,8 @@ impl Settings {
             let seconds = layer.resets_at_ms.saturating_sub(now_ms).div_ceil(1000);
             format!("\"{name}\";r={remaining};t={seconds}")
         }));
-        fields.append(RATELIMIT_POLICY, self.policy.clone());
-        fields.append(RATELIMIT, state);
+        append_list(fields, RATELIMIT_POLICY, self.policy.clone());
+        append_list(fields, RATELIMIT, state);
     }
 }
 
@@ -286,6 +290,18 @@ impl fmt::Debug for LimitLayer {
 impl fmt::Debug for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LimitLayer").field("limiter", &self.limiter).field("names", &self.names).finish_non_exhaustive()
+    }
+}
+
+/// Adds a line to a list field. Lines of the service that are no list of items, such as `limit=100, remaining=3` of older drafts,
+/// are replaced: joined, none of the limits could be read.
+fn append_list(fields: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
+    let lines = fields.get_all(&name).iter().map(HeaderValue::as_bytes).filter(|line| !line.is_empty());
+    let sent = Parser::new(&lines.collect::<Vec<_>>().join(&b", "[..])).parse::<List>().unwrap_or_default();
+    if !sent.is_empty() && sent.iter().all(|entry| matches!(entry, ListEntry::Item(_))) {
+        fields.append(name, value);
+    } else {
+        fields.insert(name, value);
     }
 }
 
@@ -417,6 +433,36 @@ mod tests {
         assert!(response.body().ends_with("\"violated-policies\": [\"per_user-minute\"], \"retry-after\": 60}\n"));
         assert_eq!(send(&mut service, "b", "/200").status(), StatusCode::OK);
         assert_eq!(statuses.0.load(Ordering::Relaxed), 3);
+    }
+
+    #[test]
+    fn only_lists_of_the_service_are_kept() {
+        for (sent, kept) in [
+            (&["\"other\";r=1"][..], 1),
+            (&["\"a\";r=1", "", "b, \"c\";t=2"], 3),
+            (&["limit=100, remaining=3, reset=5"], 0),
+            (&["\"a\";r=1", "limit=100"], 0),
+            (&["100;w=60, (1 2)"], 0),
+            (&["\"a"], 0),
+            (&[""], 0),
+            (&[], 0),
+        ] {
+            let mut fields = HeaderMap::new();
+            for line in sent {
+                fields.append(RATELIMIT, HeaderValue::from_static(line));
+            }
+            append_list(&mut fields, RATELIMIT, HeaderValue::from_static("\"own\";r=2"));
+            let lines: Vec<_> = fields.get_all(RATELIMIT).iter().collect();
+            assert_eq!((lines.len(), *lines.last().unwrap()), (kept + 1, &HeaderValue::from_static("\"own\";r=2")));
+        }
+    }
+
+    #[test]
+    fn a_policy_has_whole_seconds() {
+        let limiter = Limiter::builder().layer(2, Duration::from_millis(100)).layer(3, Duration::from_millis(1500));
+        let layer = LimitLayer::new("a", limiter.capacity(10).build().unwrap(), user).clock(|| 0);
+        let response = send(&mut layer.layer(Statuses::default()), "a", "/200");
+        assert_eq!(field(&response, "ratelimit-policy"), ["\"a-100ms\";q=20;w=1, \"a-1500ms\";q=6;w=3"]);
     }
 
     #[test]

@@ -220,6 +220,16 @@ impl Windows {
         })
     }
 
+    /// The least number of windows that are a whole number of seconds together: 10 of 100 ms, 2 of 1500 ms. Months are whole
+    /// seconds.
+    pub fn in_whole_seconds(&self) -> u64 {
+        let (mut divisor, mut rest) = (1000, self.period_ms().unwrap_or(1000));
+        while rest > 0 {
+            (divisor, rest) = (rest, divisor % rest);
+        }
+        1000 / divisor
+    }
+
     /// The length of a typical window.
     pub fn typical_ms(&self) -> u64 {
         self.period_ms().unwrap_or_else(|| self.length_ms(self.window_at(TYPICAL_TIME_MS, 0).end_ms))
@@ -458,6 +468,16 @@ impl Time<'static, true> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn windows_are_whole_seconds_together() {
+        for (period_ms, number) in
+            [(1, 1000), (7, 1000), (100, 10), (300, 10), (500, 2), (999, 1000), (1000, 1), (1500, 2), (60_000, 1)]
+        {
+            assert_eq!(Windows::Sliding { period_ms }.in_whole_seconds(), number, "{period_ms}");
+            assert_eq!(period_ms * number % 1000, 0);
+        }
+    }
 
     #[test]
     fn a_window_is_the_floor_of_the_time_over_the_period() {

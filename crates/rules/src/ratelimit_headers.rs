@@ -273,7 +273,7 @@ impl RateLimitTemplate {
                 is_default: variant == VariantId::DEFAULT,
                 name: format!(", \"{}\"", rule.layer_name(id)),
                 limit: limit.tokens,
-                stated_windows: stated_windows(&limit.windows),
+                stated_windows: limit.windows.in_whole_seconds(),
                 capacity: u64::from(limit.capacity()),
                 windows: limit.windows.clone(),
                 unit: unit.text(),
@@ -449,16 +449,6 @@ impl ReportedLayer {
         text.extend_from_slice(b";t=");
         push_number(seconds_until(usage.end_ms, now_ms), text);
     }
-}
-
-/// The least number of windows that are a whole number of seconds together: 10 of 100 ms, 2 of 1500 ms. Months are whole
-/// seconds.
-fn stated_windows(windows: &Windows) -> u64 {
-    let (mut divisor, mut rest) = (1000, windows.period_ms().unwrap_or(1000));
-    while rest > 0 {
-        (divisor, rest) = (rest, divisor % rest);
-    }
-    1000 / divisor
 }
 
 impl ReportedConcurrency {
@@ -649,16 +639,6 @@ mod tests {
             assert!(is_rate_limit_field(name));
         }
         assert!(!is_rate_limit_field(&http::header::RETRY_AFTER));
-    }
-
-    #[test]
-    fn stated_windows_are_whole_seconds() {
-        for (period_ms, number) in
-            [(1, 1000), (7, 1000), (100, 10), (300, 10), (500, 2), (999, 1000), (1000, 1), (1500, 2), (60_000, 1)]
-        {
-            assert_eq!(stated_windows(&Windows::Sliding { period_ms }), number, "{period_ms}");
-            assert_eq!(period_ms * number % 1000, 0);
-        }
     }
 
     #[test]
