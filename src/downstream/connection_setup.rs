@@ -5,7 +5,7 @@
 
 use std::fmt::Display;
 use std::future::poll_fn;
-use std::io;
+use std::io::{self, Read};
 use std::net::IpAddr;
 use std::pin::pin;
 use std::rc::Rc;
@@ -14,6 +14,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use rustls::{HandshakeKind, ServerConfig};
+use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::server::TlsStream;
@@ -37,6 +38,8 @@ use transom_runtime::metrics::events::ConnectionRefusal;
 
 /// The first byte of a TLS handshake (RFC 8446, section 5.1).
 const TLS_HANDSHAKE_RECORD: u8 = 22;
+/// The beginning of a request whose response has no body.
+const HEAD: &[u8; 5] = b"HEAD ";
 /// Time limit of a setup step once the drain closes idle connections.
 const DRAIN_SETUP_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -124,9 +127,18 @@ fn respond_too_many_connections(stream: TcpStream, address: IpAddr, listener: &L
         let error = RequestError::TooManyConnections;
         request_record::record_rejected_head(&listener.listener_context.worker, address, &error, None);
         let date = listener.listener_context.worker.date();
-        let response = responses::http1_bytes(&responses::error_response(&error), false, &date);
+        let is_head = take_beginning(&stream).starts_with(HEAD);
+        let response = responses::http1_bytes(&responses::error_response(&error), is_head, &date);
         IoStream::tcp(stream).counted(&listener.metrics.bytes).try_send(&response);
     }
+}
+
+/// Takes the bytes that have arrived off the socket, which closes without a reset then, and returns the first ones.
+fn take_beginning(stream: &TcpStream) -> [u8; HEAD.len()] {
+    let mut bytes = [0; 1024];
+    // Without the runtime, which does not know yet that a new socket is readable.
+    let _ = (&*SockRef::from(stream)).read(&mut bytes);
+    bytes.first_chunk().copied().unwrap_or_default()
 }
 
 /// Makes a connection ready for its first request.
@@ -213,7 +225,8 @@ async fn handshake(
             let error = RequestError::Cleartext;
             request_record::record_rejected_head(&listener.listener_context.worker, address, &error, None);
             let date = listener.listener_context.worker.date();
-            let response = responses::http1_bytes(&responses::error_response(&error), false, &date);
+            let is_head = take_beginning(&stream).starts_with(HEAD);
+            let response = responses::http1_bytes(&responses::error_response(&error), is_head, &date);
             respond_and_close(IoStream::tcp(stream).counted(&listener.metrics.bytes), &response, drain).await;
             return Err(SetupError::Closed);
         }

@@ -100,6 +100,11 @@ fn connections_are_limited_per_client() {
     assert!(open(behind_proxy, &header("192.0.2.1")).is_none());
     assert!(open(behind_proxy, &header("2001:db8::ffff:1")).is_none());
     assert!(open(behind_proxy, &header("127.0.0.1")).is_none());
+    // The head has arrived with the PROXY header, so the gateway knows that the response has no body.
+    let mut refused = Client::from_tcp(TcpStream::connect(behind_proxy).unwrap());
+    refused.send(format!("{}HEAD /a HTTP/1.1\r\nHost: a\r\n\r\n", header("192.0.2.1")));
+    assert_eq!(refused.read_head().unwrap().status, 503);
+    refused.expect_closed();
     clients.push(open(behind_proxy, &header("192.0.2.2")).unwrap());
     clients.push(open(behind_proxy, &header("2001:db8:0:1::1")).unwrap());
     drop(clients);

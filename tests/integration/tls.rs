@@ -242,8 +242,11 @@ fn plain_http_on_a_tls_port_is_400() {
     assert!(response.problem()["detail"].as_str().unwrap().contains("https"), "{}", response.text());
     assert_eq!(response.field("connection"), Some("close"));
     client.expect_closed();
-    eventually("the refusal is counted", || refused_count(&gateway, "cleartext") == 1);
-    eventually_eq(|| gateway.metrics().sum("transom_requests_total", &[("route", ""), ("code", "400")]), 1);
+    let mut client = Client::connect(gateway.https_addresses()[0]);
+    client.request("HEAD", "/a", &[], b"").expect(400);
+    client.expect_closed();
+    eventually("the refusals are counted", || refused_count(&gateway, "cleartext") == 2);
+    eventually_eq(|| gateway.metrics().sum("transom_requests_total", &[("route", ""), ("code", "400")]), 2);
 }
 
 #[test]
