@@ -15,6 +15,7 @@ use super::request_record::RequestRecord;
 use crate::upstream::response_body::{UpstreamBody, UpstreamBodyError};
 use transom_http::error::RequestError;
 use transom_http::headers;
+use transom_http::http1_head::never_has_body;
 use transom_rules::responses::{ErrorFormat, LocalResponse};
 use transom_rules::route_actions::ResponseChanges;
 
@@ -210,10 +211,12 @@ impl ResponseBody {
     }
 }
 
-/// Makes a response one to HEAD: removes the body and keeps its Content-Length.
+/// Removes the body of a response to HEAD, which keeps its Content-Length, or of one whose status excludes a body.
 pub fn strip_body(response: &mut Response<ResponseBody>) {
     if !response.body().is_end_stream() {
-        set_content_length(response);
+        if !never_has_body(response.status()) {
+            set_content_length(response);
+        }
         response.body_mut().0.content = Content::Local(None);
     }
 }

@@ -127,6 +127,37 @@ fn misplaced_pseudo_header_fields_of_a_response_are_not_forwarded() {
     }
 }
 
+/// A length says nothing about a 204 or a 304, which have no body. h2 resets a stream whose length is no number, or whose lengths
+/// differ, for every status (RFC 9113, section 8.1.1: a malformed response).
+#[test]
+fn a_length_of_a_response_without_a_body_is_no_error() {
+    let ends_at_once = |block: &[u8]| frame(HEADERS, END_STREAM | END_HEADERS, 1, block);
+    let ends_later = |block: &[u8]| [frame(HEADERS, END_HEADERS, 1, block), frame(DATA, END_STREAM, 1, b"")].concat();
+    for (status, lengths, expected, kept) in [
+        ("204", &["5"][..], 204, None),
+        ("304", &["5"], 304, Some("5")),
+        ("304", &["5", "5"], 304, None),
+        ("304", &["9223372036854775808"], 304, None),
+        ("304", &["x"], 502, None),
+        ("304", &["5", "6"], 502, None),
+    ] {
+        let lengths = lengths.iter().map(|length| ("content-length", *length));
+        let block = header_block(&[(":status", status)].into_iter().chain(lengths).collect::<Vec<_>>());
+        for bytes in [ends_at_once(&block), ends_later(&block)] {
+            for is_http2 in [false, true] {
+                let (upstream, _reported) = responding_with(bytes.clone());
+                let gateway = gateway(&upstream);
+                let response = match is_http2 {
+                    false => gateway.get("/a"),
+                    true => Http2Client::connect(gateway.http).request_path("GET", "/a", &[], b""),
+                };
+                let response = response.expect(expected);
+                assert!(expected == 502 || response.field("content-length") == kept, "{response:?}");
+            }
+        }
+    }
+}
+
 /// The trailers of a request with such fields are malformed, and so is the request.
 #[test]
 fn a_request_with_pseudo_header_fields_in_its_trailers_is_reset() {

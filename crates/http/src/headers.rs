@@ -9,7 +9,7 @@ use http::StatusCode;
 use http::header::{self, Entry, HeaderMap, HeaderName, HeaderValue};
 
 use super::forwarded::{ClientInfo, X_FORWARDED_FOR, X_FORWARDED_PROTO, element_of_hop};
-use super::http1_head::never_has_body;
+use super::http1_head::{may_state_length, never_has_body};
 use crate::forwarded::ForwardedField;
 use crate::percent_encoding::byte_set;
 
@@ -212,10 +212,10 @@ pub fn forward_response(headers: &mut HeaderMap, status: StatusCode) -> bool {
             is_framed = true;
         }
     }
-    if is_ambiguous {
-        if !never_has_body(status) {
-            return false;
-        }
+    if is_ambiguous && !never_has_body(status) {
+        return false;
+    }
+    if is_ambiguous || is_framed && !may_state_length(status) {
         headers.remove(header::CONTENT_LENGTH);
     }
     remove_hop_by_hop(headers, special, &[]);

@@ -91,6 +91,11 @@ pub fn never_has_body(status: StatusCode) -> bool {
     status.is_informational() || status == StatusCode::NO_CONTENT || status == StatusCode::NOT_MODIFIED
 }
 
+/// Whether responses with this status may have a Content-Length (RFC 9110, section 8.6).
+pub fn may_state_length(status: StatusCode) -> bool {
+    !status.is_informational() && status != StatusCode::NO_CONTENT
+}
+
 /// Writes the head of a request. The request is in HTTP/1.1 form: its target has no authority, and Host is a field.
 pub fn write_request_head(request: &Request<impl Body>, framing: Framing, head: &mut Vec<u8>) {
     let headers = request.headers();
@@ -132,7 +137,7 @@ pub fn write_response_head<B>(
     head.extend_from_slice(reason_phrase(response).as_bytes());
     head.extend_from_slice(b"\r\n");
     let (mut has_date, is_switching) = (false, status == StatusCode::SWITCHING_PROTOCOLS);
-    let may_state_length = framing == Framing::NoBody && !status.is_informational() && status != StatusCode::NO_CONTENT;
+    let may_state_length = framing == Framing::NoBody && may_state_length(status);
     for (name, value) in headers {
         match *name {
             // The connection has one set of options, written below.

@@ -32,6 +32,7 @@ use crate::ratelimit_service::RatelimitService;
 use crate::upstream::request_body::BodySource;
 use transom_http::error::RequestError;
 use transom_http::headers;
+use transom_http::http1_head::never_has_body;
 
 /// Limits on reading the rest of a request body after the response. Then the stream is reset. The time helps clients on busy
 /// machines, and occupies only one of the client's own streams.
@@ -286,7 +287,10 @@ impl StreamTask {
             shared.monitor.tunnel_opened();
             return StreamState::Tunnel(Box::new(StreamTunnel::new(send_stream, receive_stream, session, peer)));
         }
-        if !response.body().is_end_stream() {
+        // An upstream over HTTP/2 may end such a response behind its head, or send a body all the same.
+        if never_has_body(response.status()) {
+            response::strip_body(&mut response);
+        } else if !response.body().is_end_stream() {
             response::set_content_length(&mut response);
         }
         match shared.send_head(response, &mut self.respond, false) {
