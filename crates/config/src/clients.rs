@@ -7,6 +7,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
+use toml::de::DeValue;
 
 use super::client_grants::{ClientGrant, GrantSettings};
 use super::client_limits::{ClientLimits, LimitsText, WrittenLimits, limits};
@@ -283,6 +284,12 @@ pub fn read_clients(
     if let (Some(item), false, true) = (table.given("plan"), is_claim, subject.is_some() || table.lacks("subject")) {
         let message = "`plan` has no effect: `subject` is no claim of a token";
         report.missing(item.key_span, message, "add `subject = \"jwt:sub\"`, or remove it");
+    }
+    for item in table.items() {
+        if let DeValue::Table(_) = item.value {
+            let fix = "write `[clients.NAME]` into the file that `file` names, such as `clients.toml`";
+            table.suggest_for(item.key, "file", fix);
+        }
     }
     table.finish(report);
     let is_cert = subject.as_ref().is_some_and(|part| CLIENT_CERT.has(part));

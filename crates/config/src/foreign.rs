@@ -7,7 +7,7 @@ use super::diagnostics::Span;
 
 /// Names of other products (in lower case, with `_` for `-`), the setting that is meant, and the fix. A row applies to tables
 /// that have this setting; one without a setting applies to all others.
-const SETTINGS: [(&[&str], &str, &str); 58] = [
+const SETTINGS: [(&[&str], &str, &str); 87] = [
     (
         &[
             "location",
@@ -52,6 +52,8 @@ const SETTINGS: [(&[&str], &str, &str); 58] = [
             "rate_limit",
             "rate_limits",
             "ratelimit",
+            "limit",
+            "limits",
             "middleware",
             "middlewares",
             "plugins",
@@ -106,6 +108,7 @@ const SETTINGS: [(&[&str], &str, &str); 58] = [
             "service",
             "route",
             "target",
+            "servers",
         ],
         "upstream",
         "write `upstream = \"NAME\"`, and `[upstreams.NAME]` with `servers`",
@@ -113,6 +116,32 @@ const SETTINGS: [(&[&str], &str, &str); 58] = [
     (&["location", "uri", "prefix", "match", "path_prefix"], "path", "write `path = \"/api/{*rest}\"`"),
     (&["rule", "acl"], "path", "write `path = \"/api/{*rest}\"`, and `host`, `methods` or `headers` where they matter"),
     (&["server_name", "domains", "domain", "vhost", "hostnames"], "host", "write it as `host`"),
+    (&["plans", "plan", "tiers"], "rules", "write `[rules.NAME.plans.PLAN]`, then its `windows`"),
+    (&["tiers", "levels"], "plans", "write `[rules.NAME.plans.PLAN]`, then its `windows`"),
+    (&["prometheus"], "listen", "write `metrics = \"127.0.0.1:9100\"` in `[listen]`"),
+    (
+        &["listen", "address", "port", "path", "enabled"],
+        "request_buckets",
+        "remove it, and write `metrics = \"127.0.0.1:9100\"` in `[listen]`; the path is `/metrics`",
+    ),
+    (
+        &["listen", "address", "port", "enabled"],
+        "top_keys",
+        "remove it, and write `admin = \"127.0.0.1:9900\"` in `[listen]`",
+    ),
+    (
+        &["otel", "opentelemetry", "otlp", "telemetry", "jaeger", "zipkin"],
+        "tracing",
+        "write `[tracing]`, then `endpoint = \"http://127.0.0.1:4317\"`",
+    ),
+    (
+        &["shutdown_timeout", "graceful_timeout", "graceful_shutdown", "graceful", "grace_period"],
+        "timeouts",
+        "write `drain = \"30s\"` in `[timeouts]`",
+    ),
+    (&["timeout", "deadline", "grace_period"], "delay", "write `drain = \"30s\"` in `[timeouts]`"),
+    (&["body", "body_size"], "max_body", "write it as `max_body`, such as `\"10MiB\"`"),
+    (&["code", "status_code"], "status", "write it as `status`"),
     (
         &["domain", "descriptors"],
         "rules",
@@ -251,7 +280,41 @@ const SETTINGS: [(&[&str], &str, &str); 58] = [
         "retries",
         "write `retries = { attempts = 2 }`",
     ),
-    (&["keepalive", "pool_max_conn", "max_idle"], "max_idle_connections", "write `max_idle_connections = 100`"),
+    (&["timeout", "timeouts"], "ejection", "write it in `[timeouts]`, or as `timeouts` of the route"),
+    (&["weight", "weights"], "ejection", "write `servers = [{ url = \"http://127.0.0.1:9001\", weight = 3 }]`"),
+    (
+        &["sticky", "sticky_session", "session_affinity", "affinity", "cookie"],
+        "balance",
+        "write `balance = { hash = [\"cookie:session\"] }`",
+    ),
+    (&["http2", "h2", "h2c", "grpc"], "protocol", "write `protocol = \"http2\"`"),
+    (
+        &["backup", "backups", "fallback"],
+        "ejection",
+        "remove it: all servers get requests, as long as they are healthy",
+    ),
+    (&["address", "host", "port", "server", "uri"], "url", "write `url = \"http://127.0.0.1:9001\"`"),
+    (
+        &["size", "max_keys", "max_entries", "table_size"],
+        "snapshot_every",
+        "write `capacity = 1000000`: the number of counters",
+    ),
+    (
+        &["cluster", "nodes", "addresses"],
+        "sentinel_master",
+        "write the servers of a cluster as a list: `redis = [\"redis://127.0.0.1:7000\", \"redis://127.0.0.1:7001\"]`",
+    ),
+    (&["jwks", "jwks_uri", "jwksuri", "jwk_url"], "jwks_url", "write it as `jwks_url`"),
+    (
+        &["secret", "algorithm", "algorithms", "public_key", "key", "alg"],
+        "jwks_url",
+        "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`",
+    ),
+    (
+        &["keepalive", "pool_max_conn", "max_idle", "pool_size", "keepalive_connections"],
+        "max_idle_connections",
+        "write `max_idle_connections = 100`",
+    ),
     (
         &["limit_by", "source", "source_criterion", "sourcecriterion", "track", "track_sc0", "zone", "group_by"],
         "key",
@@ -267,6 +330,26 @@ const SETTINGS: [(&[&str], &str, &str); 58] = [
         "exemptions",
         "write it as `exemptions`, such as `exemptions = [\"10.0.0.0/8\"]`",
     ),
+    (
+        &["action", "behavior"],
+        "on_limit",
+        "write `on_limit = \"refuse\"`, which is the default, `\"delay\"` or `\"shadow\"`",
+    ),
+    (
+        &["algorithm", "strategy"],
+        "on_limit",
+        "remove it; a window that slides is `windows = [{ limit = 33, period = \"minute\", sliding = true }]`",
+    ),
+    (&["ban", "ban_time", "block", "block_duration", "lockout"], "penalty", "write `penalty = \"10m\"`"),
+    (&["queue", "queue_size"], "max_waiting", "write `max_waiting = 100`, and `on_limit = \"delay\"`"),
+    (&["max_wait", "queue_timeout", "wait"], "max_delay", "write `max_delay = \"5s\"`, and `on_limit = \"delay\"`"),
+    (&["enabled", "disabled", "active"], "on_limit", "remove it: a rule is in effect on the routes that name it"),
+    (&["weight"], "cost", "write `cost = 2`"),
+    (
+        &["header"],
+        "request-header",
+        "write `request-header = \"x-cost\"`, or `response-header` for one of the response",
+    ),
     (&["message", "error_message", "error_body", "errorfile"], "body_style", "write it as `body`"),
     (
         &["retry_after"],
@@ -280,9 +363,23 @@ const SETTINGS: [(&[&str], &str, &str); 58] = [
     ),
     (&["path", "target", "output", "filename"], "file", "write it as `file`"),
     (
-        &["limit_conn", "in_flight", "inflightreq", "amount", "max_concurrent", "concurrency", "conn_cur"],
+        &[
+            "limit_conn",
+            "in_flight",
+            "inflightreq",
+            "amount",
+            "max_concurrent",
+            "concurrency",
+            "conn_cur",
+            "max_connections",
+        ],
         "concurrent",
         "write `concurrent = 10`",
+    ),
+    (
+        &["deny", "denylist", "blacklist", "block", "blocklist"],
+        "",
+        "write it into the file of `[access]`, as docs/guides/block-clients.md shows",
     ),
 ];
 

@@ -296,7 +296,7 @@ const FOREIGN_KINDS: [(&str, &[&str]); 4] = [
     ("header", &["http_", "http.request.header.", "req.hdr(", "hdr(", "header ", "header."]),
     ("cookie", &["cookie_", "http.request.cookie.", "req.cook(", "cookie ", "cookie."]),
     ("query", &["arg_", "http.request.uri.query.", "url_param(", "query ", "query."]),
-    ("jwt", &["jwt_claim_", "jwt ", "jwt."]),
+    ("jwt", &["jwt_claim_", "jwt ", "jwt.", "claim:", "claims."]),
 ];
 /// Fields with the address of a client, which `trusted_proxies` evaluates.
 const ADDRESS_FIELDS: [&str; 4] = ["x-forwarded-for", "x-real-ip", "http_x_forwarded_for", "http_x_real_ip"];
@@ -309,6 +309,9 @@ fn foreign_fix(text: &str) -> Option<String> {
             "write `\"ip\"`: behind `trusted_proxies`, it is the address that they name in `X-Forwarded-For`"
                 .to_owned(),
         );
+    }
+    if let Some(bits) = bare.strip_prefix("ip/").filter(|bits| parse_part(&format!("ip-prefix:{bits}")).is_ok()) {
+        return Some(format!("did you mean `\"ip-prefix:{bits}\"`?"));
     }
     if let Some(part) = foreign_part(bare) {
         return Some(format!("did you mean `\"{part}\"`?"));

@@ -91,7 +91,7 @@ settings! {
         /// Where requests go. Required, unless the route responds itself.
         upstream: Option<SpannedString> = Text("name", "\"NAME\"");
         /// Rules that apply. A rule on several routes counts once across them.
-        rules: Vec<SpannedString> = Texts("name", "[]");
+        rules: Vec<SpannedString> = Texts("name", "[\"NAME\"]");
         /// Networks of the client's address, and [clients](#clients) as `"client:NAME"`, whose requests are allowed. All other
         /// requests get 403. Default: all are allowed. See [Deny and allow lists](#access).
         allow: Vec<Allowed> = allow_list();

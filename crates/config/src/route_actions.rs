@@ -3,6 +3,8 @@
 //! All actions are checked here, so that they cannot fail for a request: a prefix that the path of the route does not
 //! have, an unknown variable, or a header field that only the gateway may set is a problem.
 
+use toml::de::DeValue;
+
 use super::body_condition::BODY_KEY_LIMIT;
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::limits::{MAX_BODY, MIN_RATE, RouteTimeouts, Timeouts};
@@ -73,7 +75,7 @@ settings! {
 
 settings! {
     /// Changes to header fields.
-    pub struct FieldSettings {
+    pub struct FieldSettings checked by check_request_fields {
         /// Replaces all fields of the name.
         set: Vec<(String, SpannedString)> = field_texts();
         /// Keeps other fields of the name.
@@ -254,7 +256,23 @@ fn check_actions(_settings: &mut ActionSettings, table: &Table, report: &mut Rep
     }
 }
 
-fn check_response_fields(_settings: &mut ResponseFieldSettings, table: &Table, report: &mut Report) {
+fn check_request_fields(_settings: &mut FieldSettings, table: &mut Table, report: &mut Report) {
+    suggest_set(table, report);
+}
+
+/// The fixes for fields that stand beside `set` instead of in it.
+fn suggest_set(table: &mut Table, report: &Report) {
+    for item in table.items() {
+        let is_name = |key: &str| key.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+        if let (DeValue::String(_), true) = (item.value, is_name(item.key) && item.key != "on") {
+            let fix = format!("write `set = {{ {} = {} }}`", item.key, report.source(item.span.clone()));
+            table.suggest_for(item.key, "set", fix);
+        }
+    }
+}
+
+fn check_response_fields(_settings: &mut ResponseFieldSettings, table: &mut Table, report: &mut Report) {
+    suggest_set(table, report);
     let changes_none = ["set", "add", "remove"].iter().all(|key| table.lacks(key));
     if let (Some(item), true) = (table.given("on"), changes_none) {
         let message = "`on` has no effect without `set`, `add` or `remove`";

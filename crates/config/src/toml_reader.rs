@@ -33,7 +33,7 @@ pub struct Table<'d> {
 
 /// A key that does not exist, but that operators may write instead of another one.
 struct CommonMistake {
-    key: &'static str,
+    key: String,
     /// The known key to write instead.
     meant: &'static str,
     fix: String,
@@ -136,8 +136,8 @@ impl<'d> Table<'d> {
     }
 
     /// The fix for a key that does not exist and is probably written instead of the known key `meant`.
-    pub fn suggest_for(&mut self, key: &'static str, meant: &'static str, fix: impl Into<String>) {
-        self.common_mistakes.push(CommonMistake { key, meant, fix: fix.into() });
+    pub fn suggest_for(&mut self, key: &str, meant: &'static str, fix: impl Into<String>) {
+        self.common_mistakes.push(CommonMistake { key: key.to_owned(), meant, fix: fix.into() });
     }
 
     /// The value of a key that was read before.
@@ -185,7 +185,7 @@ impl<'d> Table<'d> {
         items.retain(|item| !self.known.contains(&item.key));
         let unknown_key = |item: Item<'d>| {
             // A key that is already present is less likely to be meant.
-            let candidates = absent.iter().copied().chain(self.common_mistakes.iter().map(|mistake| mistake.key));
+            let candidates = absent.iter().copied().chain(self.common_mistakes.iter().map(|mistake| &*mistake.key));
             let guess = nearest(item.key, candidates).or(nearest(item.key, self.known.iter().copied()));
             let mistake = |key: &str| self.common_mistakes.iter().find(|mistake| mistake.key == key);
             let exact = mistake(item.key).map(|mistake| (mistake.meant, mistake.fix.as_str()));
@@ -259,8 +259,20 @@ impl<'d> Item<'d> {
     pub fn list(&self, example: &str, report: &mut Report) -> Option<Vec<Item<'d>>> {
         match self.value {
             DeValue::Array(_) => Some(self.items()),
-            _ => self.wrong_type("a list", &self.fix_with(example), report),
+            // Texts that are separated as in other formats.
+            _ => {
+                let written = self.written_list(report).filter(|_| example.starts_with("[\""));
+                self.wrong_type("a list", &self.fix_with(written.as_deref().unwrap_or(example)), report)
+            }
         }
+    }
+
+    /// The texts of a string that are separated as in other formats, as a list.
+    fn written_list(&self, report: &Report) -> Option<String> {
+        let text = report.source(self.span.clone()).strip_prefix('"')?.strip_suffix('"')?;
+        let texts: Vec<&str> = text.split([',', ';']).map(str::trim).filter(|text| !text.is_empty()).collect();
+        let is_plain = !texts.is_empty() && !text.contains(['"', '\\']) && !self.is_off();
+        is_plain.then(|| format!("[\"{}\"]", texts.join("\", \"")))
     }
 
     pub fn table(&self, title: impl Into<String>, fix: &str, report: &mut Report) -> Option<Table<'d>> {

@@ -122,7 +122,12 @@ fn read_layers(item: &Item, report: &mut Report) -> Option<Vec<Limit>> {
             _ if item.is_off() => {
                 String::from("remove the rule, or write `on_limit = \"shadow\"` to count without refusals")
             }
-            None if Limit::parse(text.trim()).is_err() => item.fix_with(EXAMPLE),
+            None if Limit::parse(text.trim()).is_err() => {
+                let layer = |part: &str| guess_limit(part).map(|(tokens, period)| format!("\"{tokens}/{period}\""));
+                let layers = text.split([',', ';']).map(layer).collect::<Option<Vec<String>>>();
+                layers
+                    .map_or_else(|| item.fix_with(EXAMPLE), |layers| item.fix_with(&format!("[{}]", layers.join(", "))))
+            }
             _ => item.fix_with(&format!("[\"{}\"]", text.trim())),
         };
         return item.wrong_type("a list", &fix, report);
@@ -379,6 +384,10 @@ fn guess_period(text: &str) -> Option<String> {
     let plain: String = text.to_lowercase().split_whitespace().collect();
     if Period::parse(&plain).is_ok() {
         return Some(plain);
+    }
+    // ISO 8601, such as `PT1M`.
+    if let Some(iso) = plain.strip_prefix("pt") {
+        return guess_period(iso);
     }
     let unit = plain.trim_start_matches(|c: char| c.is_ascii_digit());
     let number = &plain[..plain.len() - unit.len()];
