@@ -19,6 +19,8 @@ TRAINING = target/training
 PROFDATA ?= $(firstword $(wildcard $(shell rustc --print target-libdir)/../bin/llvm-profdata) llvm-profdata-19)
 # The loom models of the limiter.
 MODELS = RUST_TEST_THREADS=1 cargo test --locked --no-fail-fast -p transom-limiter-models --features loom
+# The feature of the benchmark that compares with the governor crate.
+BENCHMARKS = transom-decisions/governor
 DENY = cargo deny --version >/dev/null 2>&1
 
 # What `make package` packages. Another binary can be named, and is not built: make package BINARY=target/release/transom
@@ -99,10 +101,11 @@ site: mdbook
 check: compiler site
 	cargo fmt --check --all
 	python3 tests/external/check_dependencies.py
-	cargo clippy --locked --workspace --all-targets -- -D warnings
-	cargo clippy --locked --workspace --no-default-features --lib --bins --test layering -- -D warnings
+	cargo clippy --locked --workspace --features $(BENCHMARKS) --all-targets -- -D warnings
+	cargo clippy --locked --workspace --no-default-features --features $(BENCHMARKS) --lib --bins --test layering -- -D warnings
 	cargo clippy --locked -p transom-limiter-models --features loom --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --features transom-limiter/tower --no-deps --document-private-items
+	# To name an example turns on the features of tests, so that the builds of clippy are used.
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --features transom-limiter/tower,$(BENCHMARKS) --no-deps --lib --bin decisions --example threads --document-private-items
 	if $(DENY); then tests/external/advisories.sh --if-available; \
 	else echo "SKIPPED: the check for known vulnerabilities. \`make advisories\` builds cargo-deny for it, in minutes."; fi
 
@@ -135,7 +138,7 @@ package-test: cargo-deb
 # Also writes benches/peers.md and its chart.
 bench: release $(PARTS)/envoy/installed bench-pingora
 	cargo build --locked --release --target-dir target
-	cargo bench --locked -p transom -p transom-decisions -p transom-usage --benches
+	cargo bench --locked -p transom -p transom-decisions -p transom-usage --features $(BENCHMARKS) --benches
 	python3 benches/peers.py --results benches/peers.md --chart benches/peers.svg
 	python3 benches/scale.py
 	python3 benches/idle_connections.py
@@ -264,7 +267,7 @@ cargo-mutants:
 
 # Without optimization: the installation takes a minute less, and the site two seconds more.
 mdbook:
-	@mdbook --version >/dev/null 2>&1 || cargo install --locked --debug --version 0.5.4 mdbook --no-default-features --features search
+	@mdbook --version >/dev/null 2>&1 || CARGO_PROFILE_DEV_DEBUG=0 cargo install --locked --debug --version 0.5.4 mdbook --no-default-features --features search
 
 deny:
 	@$(DENY) || cargo install --locked --version 0.20.2 cargo-deny

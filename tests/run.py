@@ -112,7 +112,7 @@ def first_steps():
         # Examples are left out: `make check` compiles them, and no test uses them.
         Step(
             "tests-build",
-            [*CARGO_TEST, "--workspace", "--tests", "--no-run", "--message-format=json-render-diagnostics"],
+            ["cargo", "build", "--locked", "--workspace", "--bins", "--tests", "--message-format=json-render-diagnostics"],
             runs_beside=True,
             next_steps=test_programs,
         ),
@@ -123,8 +123,7 @@ def test_programs(build):
     """A step for each test program, and those that cargo runs. Those that run beside others come first."""
     steps = [
         Step("documentation", [*CARGO_TEST, "--workspace", "--doc"]),
-        Step("decisions-build", ["cargo", "build", "--locked", "-p", "transom-decisions"], runs_beside=True),
-        Step("instructions", INSTRUCTIONS, needs=["decisions-build", "parts"], runs_beside=True),
+        Step("instructions", INSTRUCTIONS, needs=["parts"], runs_beside=True),
         Step("models-build", [*MODELS, "--no-run"], runs_beside=True),
         # One thread: loom maps memory for each thread of each execution, and threads of one process wait for one another there.
         Step("models", MODELS, needs=["models-build"], threads=1, runs_beside=True, has_tests=True),

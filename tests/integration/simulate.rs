@@ -707,7 +707,7 @@ fn suggested_limits_refuse_the_share_of_keys_that_they_promise() {
         "{ limit = 33, period = \"minute\", sliding = true }",
     ];
     let mut log = Vec::new();
-    let shape = LogShape { form: LogForm::Transom, lines: 60_000, clients: 4000, seed: 11 };
+    let shape = LogShape { form: LogForm::Transom, lines: 30_000, clients: 2000, seed: 11 };
     write_log(&mut log, shape).unwrap();
     for window in windows {
         let directory = Directory::new(&one_rule(&format!("key = \"ip\"\nwindows = [{window}]")));

@@ -1,10 +1,10 @@
 //! Measures the CPU time of one decision, in nanoseconds: Transom's table compared with the governor crate.
 //!
-//! `cargo bench -p transom-decisions` prints six tables: the same two-layer decision by both limiters, Transom's decision under
-//! various conditions, a sliding window beside a fixed one, the cost of a memory-mapped table, the time to open a counters file,
-//! and the cost of 128-bit counter words. `-- sliding` prints the third alone. No server and no socket is involved; `peers.py`
-//! measures whole requests. A plain `main` instead of a benchmark framework, because the compared sides have to take turns
-//! within one run.
+//! `cargo bench -p transom-decisions --features governor` prints six tables: the same two-layer decision by both limiters,
+//! Transom's decision under various conditions, a sliding window beside a fixed one, the cost of a memory-mapped table, the time
+//! to open a counters file, and the cost of 128-bit counter words. `-- sliding` prints the third alone. No server and no socket
+//! is involved; `peers.py` measures whole requests. A plain `main` instead of a benchmark framework, because the compared sides
+//! have to take turns within one run.
 
 mod limiters;
 mod mapped_table;
