@@ -2,7 +2,6 @@
 //! replies back, close connections, or shift its clock.
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,8 +12,10 @@ use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::Notify;
 use tokio::task::spawn_local;
 
+use super::scripts::TOKENS_MAX;
 use super::shared_counters::{SharedByWorkers, SharedCounters};
 use super::shared_decision::{BeginResult, SharedDecision, SharedOutcome};
+use super::simulated_store::counters::{CounterArguments, Store};
 use transom_config::key_kind::HOST;
 use transom_config::redis::{Node, Nodes, StoreConfig};
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
@@ -102,15 +103,14 @@ pub fn refund(key: &str, tokens: u64) -> Call {
     Call::Refund(vec![(key.to_owned(), tokens)])
 }
 
-/// A store on loopback. Its counters do not expire.
+/// A store on loopback.
 #[derive(Clone)]
 pub struct TestStore(Rc<StoreState>);
 
 struct StoreState {
     port: u16,
     clock: Clock,
-    /// Tokens used, by key.
-    used: RefCell<BTreeMap<String, u64>>,
+    counters: RefCell<Store>,
     /// The calls that no test has taken.
     calls: RefCell<Vec<Call>>,
     /// Of the last request.
@@ -133,7 +133,7 @@ impl TestStore {
         let store = TestStore(Rc::new(StoreState {
             port: listener.local_addr().unwrap().port(),
             clock,
-            used: RefCell::default(),
+            counters: RefCell::default(),
             calls: RefCell::default(),
             ceiling: Cell::default(),
             lead_ms: Cell::new(0),
@@ -170,11 +170,27 @@ impl TestStore {
     }
 
     pub fn used(&self, key: &str) -> u64 {
-        self.0.used.borrow().get(key).copied().unwrap_or(0)
+        self.0.counters.borrow().used(key)
     }
 
+    /// Sets the usage of the current window, or segment. Windows of accumulating and sliding counters are those of an hour.
     pub fn set_used(&self, key: &str, used: u64) {
-        self.0.used.borrow_mut().insert(key.to_owned(), used);
+        let (now_ms, hour) = (self.now_ms(), self.now_ms() / HOUR_MS);
+        let (kind, number, end_ms) = match key.rsplit(':').next() {
+            Some("sliding") => ("s", 0, HOUR_MS),
+            Some("first-request") => ("f", 0, HOUR_MS),
+            Some("account") => ("g", hour, (hour + 1) * HOUR_MS),
+            _ => ("p", 0, now_ms + 1000 * HOUR_MS),
+        };
+        let numbers = [TOKENS_MAX, used, end_ms, used, 0, used.max(1), number, end_ms + HOUR_MS].map(|n| n.to_string());
+        let arguments = [now_ms.to_string(), "1".to_owned(), kind.to_owned()].into_iter().chain(numbers);
+        let (keys, mut counters) = ([key.to_owned()], self.0.counters.borrow_mut());
+        counters.refund(&keys, &[kind, "0", "0", "0", "all"].map(str::to_owned), now_ms);
+        counters.acquire(&keys, &arguments.collect::<Vec<_>>(), now_ms);
+    }
+
+    fn now_ms(&self) -> u64 {
+        self.0.clock.now().unix_ms.saturating_add_signed(self.0.lead_ms.get())
     }
 
     pub fn set_lead_ms(&self, lead_ms: i64) {
@@ -247,67 +263,24 @@ impl TestStore {
         }
     }
 
-    /// As `acquire.lua`, of windows whose usage does not end.
     fn acquire(&self, keys: &[String], arguments: &[String]) -> Vec<i64> {
-        let number = |text: &String| text.parse::<u64>().unwrap();
-        let time_ms = self.0.clock.now().unix_ms.saturating_add_signed(self.0.lead_ms.get());
-        let mut reply = vec![time_ms as i64];
-        let (mut keys, mut arguments) = (keys.iter(), arguments.iter());
-        while let Some(gateway_ms) = arguments.next() {
-            let (gateway_ms, count) = (number(gateway_ms), number(arguments.next().unwrap()));
-            let is_far_ahead = gateway_ms >= time_ms + 1000;
-            let now_ms = if is_far_ahead { time_ms } else { time_ms.max(gateway_ms) };
-            let (mut status, mut counters, mut call) = (1, Vec::new(), Vec::new());
-            for _ in 0..count {
-                let (key, kind) = (keys.next().unwrap(), arguments.next().unwrap());
-                let fields: Vec<u64> = arguments.by_ref().take(if kind == "e" { 3 } else { 8 }).map(number).collect();
-                let (ceiling, need, end_ms) = (fields[0], fields[1], fields[2]);
-                let [want, least] = fields.get(3..5).map_or([need, 0], |fields| [fields[0], fields[1]]);
-                call.push((key.clone(), [need, want, least]));
-                self.0.ceiling.set(ceiling);
-                let used = self.used(key);
-                let at_least = used.max(least);
-                let mark = match kind.as_str() {
-                    "s" => now_ms * 8 / end_ms,
-                    "g" => fields[6],
-                    "f" => now_ms,
-                    _ => 0,
-                };
-                if !["f", "s"].contains(&kind.as_str()) && (is_far_ahead || now_ms >= end_ms) {
-                    status = -1;
-                }
-                let spare = ceiling.checked_sub(at_least + need);
-                if spare.is_none() {
-                    status = status.min(0);
-                }
-                counters.push((key, need + (want - need).min(spare.unwrap_or(0) / 8), used, at_least, mark as i64));
+        let (mut call_keys, mut words) = (keys.iter(), arguments.iter());
+        while let Some(count) = words.nth(1) {
+            let mut call = Vec::new();
+            for key in call_keys.by_ref().take(count.parse().unwrap()) {
+                let CounterArguments { ceiling, need, want, least, .. } = CounterArguments::take(&mut words);
+                self.0.ceiling.set(ceiling as u64);
+                call.push((key.clone(), [need, want, least].map(|tokens| tokens as u64)));
             }
             self.0.calls.borrow_mut().push(Call::Acquire(call));
-            reply.push(status);
-            for (key, granted, used, at_least, mark) in counters {
-                let (granted, used) = match status {
-                    1 => (granted, at_least + granted),
-                    _ => (0, used),
-                };
-                if granted > 0 {
-                    self.set_used(key, used);
-                }
-                reply.extend([granted as i64, used as i64, mark, mark]);
-            }
         }
-        reply
+        self.0.counters.borrow_mut().acquire(keys, arguments, self.now_ms())
     }
 
-    fn refund(&self, keys: &[String], arguments: &[String]) -> u64 {
-        let mut call = Vec::new();
-        for (key, fields) in keys.iter().zip(arguments.chunks(5)) {
-            let tokens: u64 = fields[3].parse().unwrap();
-            *self.0.used.borrow_mut().entry(key.clone()).or_default() -= tokens;
-            call.push((key.clone(), tokens));
-        }
-        let sum = call.iter().map(|(_, tokens)| tokens).sum();
-        self.0.calls.borrow_mut().push(Call::Refund(call));
-        sum
+    fn refund(&self, keys: &[String], arguments: &[String]) -> i64 {
+        let tokens = arguments.chunks(5).map(|fields| fields[3].parse().unwrap());
+        self.0.calls.borrow_mut().push(Call::Refund(keys.iter().cloned().zip(tokens).collect()));
+        self.0.counters.borrow_mut().refund(keys, arguments, self.now_ms())
     }
 }
 
@@ -352,7 +325,7 @@ pub struct TestWorker {
     pub charge_plan: ChargePlan,
     registry: Registry,
     rules: Vec<Rule>,
-    shared_by_workers: SharedByWorkers,
+    pub shared_by_workers: SharedByWorkers,
 }
 
 impl TestWorker {

@@ -40,13 +40,13 @@ impl fmt::Display for Store {
 }
 
 /// The kind of a counter, and the numbers of a request to it.
-struct CounterArguments {
+pub struct CounterArguments {
     kind: char,
-    ceiling: i64,
-    need: i64,
+    pub ceiling: i64,
+    pub need: i64,
     end_ms: i64,
-    want: i64,
-    least: i64,
+    pub want: i64,
+    pub least: i64,
     limit: i64,
     number: i64,
     next_end_ms: i64,
@@ -54,7 +54,7 @@ struct CounterArguments {
 
 impl CounterArguments {
     /// Removes the arguments of one counter.
-    fn take(arguments: &mut std::slice::Iter<'_, String>) -> CounterArguments {
+    pub fn take(arguments: &mut std::slice::Iter<'_, String>) -> CounterArguments {
         let kind = arguments.next().and_then(|kind| kind.chars().next()).expect("a kind");
         let numbers: Vec<i64> = arguments.by_ref().take(if kind == 'e' { 3 } else { 8 }).map(number).collect();
         let get = |nth: usize| numbers.get(nth).copied();
