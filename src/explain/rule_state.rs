@@ -172,7 +172,7 @@ impl RuleState {
                 _ => Store::Unreachable,
             });
         }
-        let KeyState { mut context, admits, .. } = match state {
+        let mut state = match state {
             Ok(state) => state,
             Err(Unavailable) if self.is_shadow || rule_set.rules[rule].rule.on_outage == OnOutage::Allow => {
                 if self.result != RuleResult::Fails {
@@ -187,12 +187,13 @@ impl RuleState {
             }
         };
         let now_ms = counters.clock.now().unix_ms;
-        let decision = charge_plan.decide_peeked(admits, now_ms, &mut context);
-        let verdict = charge_plan.verdicts(&context, &decision).of_rule(PlanPosition::FIRST);
+        let KeyState { context, admits, .. } = &mut state;
+        let decision = charge_plan.decide_peeked(*admits, now_ms, context);
+        let verdict = charge_plan.verdicts(context, &decision).of_rule(PlanPosition::FIRST);
         let compiled_rule = verdict.rule();
         let usage = verdict.slots().copied();
         self.concurrent = usage.and_then(|usage| Some((compiled_rule.concurrent_name()?.to_owned(), usage)));
-        self.windows = WindowState::of(charge_plan.verdicts(&context, &decision));
+        self.windows = WindowState::of(charge_plan.verdicts(context, &decision));
         // A rule that could not read its key or plan keeps its error, unless its windows refuse.
         let is_failed = self.result == RuleResult::Fails;
         let result = RuleResult::of(verdict.outcome(), &decision);
@@ -200,8 +201,7 @@ impl RuleState {
             self.result = result;
             self.reason = self.reason_of_result(compiled_rule, now_ms);
         }
-        self.retry_at_ms =
-            charge_plan.retry_at_ms_once_refused((!is_in_store).then_some(&*counters.table), &mut context, now_ms);
+        self.retry_at_ms = counters.retry_at_ms_once_refused(&query, &mut state).await;
         Ok(())
     }
 

@@ -124,6 +124,7 @@ async fn is_first(store: &RedisClient, prefix: &str, store_key: &str, event: &Ma
         need: 1,
         want: 1,
         used_min: 0,
+        need_once_refused: 0,
         refund_used_max: None,
         computed_ms: 0,
     };

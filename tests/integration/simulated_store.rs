@@ -68,10 +68,13 @@ impl Stores {
                 let need = rng.u64(..4);
                 let (want, least) = (need + pick(rng, &[0, 0, 3, 30]), pick(rng, &[0, 0, 0, 2, 6]));
                 let ceiling = pick(rng, &[limit, limit, 3, 50]);
-                let (key, end_ms, next_end_ms) = match *kind {
-                    "e" | "p" => (format!("{kind}:{number}"), (number + 1) * PERIOD_MS, (number + 2) * PERIOD_MS),
-                    "g" => ("g".to_owned(), (number + 1) * PERIOD_MS, (number + 2) * PERIOD_MS),
-                    kind => (kind.to_owned(), PERIOD_MS, 2 * PERIOD_MS),
+                let (key, number, end_ms, next_end_ms) = match *kind {
+                    "e" | "p" => {
+                        (format!("{kind}:{number}"), number, (number + 1) * PERIOD_MS, (number + 2) * PERIOD_MS)
+                    }
+                    "g" => ("g".to_owned(), number, (number + 1) * PERIOD_MS, (number + 2) * PERIOD_MS),
+                    // The need once refused, of a sliding window.
+                    kind => (kind.to_owned(), pick(rng, &[0, 0, 1, 2, 4]), PERIOD_MS, 2 * PERIOD_MS),
                 };
                 keys.push(key);
                 arguments.push((*kind).to_owned());

@@ -53,6 +53,7 @@ fn counter_request(base: &str, window: StoreWindow, limit: u32) -> CounterReques
         need: 1,
         want: 1,
         used_min: 0,
+        need_once_refused: 0,
         refund_used_max: None,
         computed_ms: 0,
     }

@@ -177,9 +177,12 @@ impl ChargePlan {
                 let taken = remaining_cost(charge);
                 charge.usage.used += u64::from(taken);
                 if let (WindowKind::Sliding, Some(table)) = (charge.request.kind, table) {
-                    let cost = charge.request.cost.saturating_add(taken);
-                    let (request, time) = (AcquireRequest { cost, ..charge.request }, self.time(now_ms));
-                    charge.usage.end_ms = SlidingCounter::new(charge.counter, request, time).peek(table, time).0.end_ms;
+                    let time = self.time(now_ms);
+                    let peek = |request| SlidingCounter::new(charge.counter, request, time).peek(table, time).0;
+                    // In an outage, the usage includes that of other gateways.
+                    let excess = charge.usage.used.saturating_sub(peek(charge.request).used);
+                    let cost = charge.request.cost.saturating_add(u32::try_from(excess).unwrap_or(u32::MAX));
+                    charge.usage.end_ms = peek(AcquireRequest { cost, ..charge.request }).end_ms;
                 }
             }
         }
@@ -307,7 +310,7 @@ impl RuleSet {
 }
 
 /// The remaining tokens of a counter, up to the cost; 0 where a charge would open a window.
-fn remaining_cost(charge: &Charge) -> u32 {
+pub fn remaining_cost(charge: &Charge) -> u32 {
     let left = charge.request.ceiling.saturating_sub(charge.usage.used);
     match charge.usage.used == 0 && charge.request.kind.is_opened_by_requests() {
         true => 0,

@@ -271,10 +271,12 @@ impl ChargePlan {
                     charge.request.ceiling = layer.capacity.into();
                     charge.usage.used =
                         known.map_or(charge.request.ceiling, |(_, used)| used.into()).saturating_sub(left);
-                    if let Some((end_ms, _)) = known
-                        && left == 0
-                        && layer.request.kind != WindowKind::Sliding
-                    {
+                    // A lease on tokens of a sliding window ends before they come back.
+                    let states_lease = match layer.request.kind {
+                        WindowKind::Sliding => charge.receipt().is_some(),
+                        _ => left > 0,
+                    };
+                    if let Some((end_ms, _)) = known.filter(|_| !states_lease) {
                         shard_receipts.extend(charge.take_receipt());
                         charge.usage.end_ms = end_ms;
                     }

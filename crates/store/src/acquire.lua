@@ -144,8 +144,13 @@ while a <= total do
     end
     if spare < 0 and status > 0 then status = 0 end
     grants[i] = grant
-    reply[r + 1], reply[r + 2] = used, marks[key] or 0
-    reply[r + 3] = segments[key] and returned_after(key, math.max(-spare, 1)) or 0
+    reply[r + 1], reply[r + 2], reply[r + 3] = used, marks[key] or 0, 0
+    if segments[key] then
+      local excess = -spare
+      local need_once_refused = argv[a - 2] + 0
+      if need_once_refused > 0 then excess = math.min(excess, math.max(excess - need, 0)) + need_once_refused end
+      reply[r + 3] = returned_after(key, math.max(excess, 1))
+    end
     r = r + 4
   end
   reply[at] = status
@@ -161,6 +166,7 @@ while a <= total do
         reply[at], reply[at + 1] = grant, used
         if kind == 's' then
           local tokens, latest = segments[key], marks[key]
+          reply[at + 3] = returned_after(key, 1)
           tokens[latest] = (tokens[latest] or 0) + used - usage[key]
         end
         usage[key] = used

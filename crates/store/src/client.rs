@@ -310,6 +310,7 @@ impl RedisClient {
             need: 1,
             want: 1,
             used_min: 0,
+            need_once_refused: 0,
             refund_used_max: None,
             computed_ms: 0,
         };

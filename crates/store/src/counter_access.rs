@@ -219,6 +219,17 @@ impl CounterAccess {
         }
     }
 
+    /// When a request of the query would be admitted after a refusal: see [`ChargePlan::retry_at_ms_once_refused`]. `state`: as read by
+    /// [`CounterAccess::value`].
+    pub async fn retry_at_ms_once_refused(&self, query: &KeyQuery<'_>, state: &mut KeyState) -> Option<u64> {
+        let KeyState { context, is_from_store, .. } = state;
+        if let (Some(shared), true) = (&self.shared, *is_from_store) {
+            shared.find_return_times(query, context, true).await;
+        }
+        let table = (!*is_from_store).then_some(&*self.table);
+        query.charge_plan.retry_at_ms_once_refused(table, context, self.clock.now().unix_ms)
+    }
+
     /// Removes the counters of the keys of a query.
     pub async fn reset(&self, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
         if let Some(shared) = self.shared_by_keys(query) {
@@ -239,5 +250,87 @@ impl CounterAccess {
     /// Refunds charges that can be refunded by now.
     pub fn sweep_refunds(&self) {
         self.deferred_refunds.sweep(&self.table, self.clock.now().unix_ms);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use fastrand::Rng;
+
+    use super::super::test_worker::{TestWorker, leased, named, run};
+    use super::*;
+    use transom_limiter::rule::{Rule, Sharing};
+    use transom_limiter::window::Windows;
+
+    /// When a request of key `a` would be admitted after a refusal.
+    async fn explained_ms(worker: &TestWorker, cost: u32) -> Option<u64> {
+        let (shared, clock) = (Some(Rc::clone(&worker.shared)), worker.clock.clone());
+        let counters = CounterAccess::new(worker.shared_by_workers.clone(), clock, shared);
+        let query = KeyQuery {
+            charge_plan: &worker.charge_plan,
+            keyed_requests: worker.context("a", cost).inputs.keyed_requests,
+            reserve: false,
+            store_keys: worker.store_keys("a"),
+        };
+        let mut state = counters.value(&query).await.ok()?;
+        counters.retry_at_ms_once_refused(&query, &mut state).await
+    }
+
+    /// What a refusal takes of a sliding window comes back last. A request may be refused again by rules that were not asked.
+    #[test]
+    fn a_refused_request_is_admitted_at_the_time_that_it_is_told() {
+        let minute = |sharing, count_refused| {
+            let mut rule = Rule { sharing, count_refused, ..leased(&["10/minute"]) };
+            rule.layers[0].windows = Windows::Sliding { period_ms: 60_000 };
+            rule
+        };
+        run(async {
+            for seed in 0..500 {
+                let mut rng = Rng::with_seed(seed);
+                let mut any =
+                    || (rng.choice([Sharing::Exact, Sharing::Lease, Sharing::Local]).expect("one"), rng.bool());
+                let ((sharing, count_refused), others) = (any(), any());
+                let mut rules = vec![minute(sharing, count_refused)];
+                if let Some(limit) = rng.choice([None, None, Some("12/hour"), Some("7/10s")]).expect("one") {
+                    let (sharing, count_refused) = others;
+                    rules.push(named("other", Rule { sharing, count_refused, ..leased(&[limit]) }));
+                }
+                let local = rules.iter().map(|rule| Rule { sharing: Sharing::Local, ..rule.clone() });
+                let (worker, local) =
+                    (TestWorker::new(&rules).await, TestWorker::new(&local.collect::<Vec<_>>()).await);
+                let advance = |ms| [&worker, &local].map(|worker| worker.clock.advance(Duration::from_millis(ms)));
+                advance(rng.u64(..60_000));
+                let mut is_exact = rules.len() == 1 && sharing == Sharing::Exact;
+                for _ in 0..8 {
+                    let cost = rng.u32(1..8);
+                    let explained_ms = if is_exact { explained_ms(&worker, cost).await } else { None };
+                    worker.settled_calls().await;
+                    let (decision, context) = worker.outcome("a", cost).await.unwrap();
+                    let (_, local_context) = local.outcome("a", cost).await.unwrap();
+                    let now_ms = worker.clock.now().unix_ms;
+                    let retry_ms = worker.charge_plan.retry_at_ms(&context, now_ms).expect("it fits");
+                    let is_refused = matches!(decision, Decision::Refused);
+                    // A refusal that is known takes nothing.
+                    is_exact &= !worker.settled_calls().await.is_empty();
+                    if is_exact && is_refused {
+                        let local_ms = local.charge_plan.retry_at_ms(&local_context, now_ms);
+                        assert_eq!((Some(retry_ms), explained_ms), (local_ms, local_ms), "seed {seed}, {cost} tokens");
+                    }
+                    if is_refused && rng.bool() {
+                        worker.shared.return_idle(true).await;
+                        advance(retry_ms - now_ms);
+                        local.outcome("a", cost).await.unwrap();
+                        let (_, again) = worker.outcome("a", cost).await.unwrap();
+                        let mut full = again.result.charges.iter().filter(|charge| charge.is_full);
+                        let is_early = full.any(|charge| context.charge_of(charge.layer).is_some());
+                        assert!(!is_early, "seed {seed}, {cost} tokens: {rules:#?}");
+                        worker.settled_calls().await;
+                    }
+                    advance(rng.u64(..20_000));
+                }
+            }
+        });
     }
 }

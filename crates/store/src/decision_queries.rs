@@ -15,6 +15,7 @@ use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::delay::remaining_cost;
 use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::rule_set::{CountingMode, KeyedRequest};
 use transom_limiter::store_key::StoreKeys;
@@ -91,7 +92,7 @@ impl SharedCounters {
     /// Reads the usage of keys that are all shared.
     pub async fn value(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
         let (mut pending, _) = self.read_usage(query).await;
-        self.find_return_times(query, &mut pending.context).await;
+        self.find_return_times(query, &mut pending.context, false).await;
         if pending.progress.without_store.any() {
             let KeyQuery { charge_plan, .. } = query;
             let context = &mut pending.context;
@@ -111,7 +112,13 @@ impl SharedCounters {
     }
 
     /// Asks when a full sliding counter has as many tokens as the request needs. A read only tells when the next one returns.
-    async fn find_return_times(self: &Rc<Self>, query: &KeyQuery<'_>, context: &mut DecisionContext) {
+    /// `is_refused`: after a refusal, which takes what is left where refusals count.
+    pub(super) async fn find_return_times(
+        self: &Rc<Self>,
+        query: &KeyQuery<'_>,
+        context: &mut DecisionContext,
+        is_refused: bool,
+    ) {
         let KeyQuery { charge_plan, keyed_requests, store_keys, .. } = query;
         let now_ms = self.clock.now().unix_ms;
         for charge in context.result.charges.iter_mut() {
@@ -121,14 +128,18 @@ impl SharedCounters {
             else {
                 continue;
             };
-            if !charge.is_full || charge.request.kind != WindowKind::Sliding {
+            let is_counted = is_refused && charge_plan.rule_of(layer_ref).rule.count_refused;
+            if !charge.is_full && !is_counted || charge.request.kind != WindowKind::Sliding {
                 continue;
             }
             let base_request =
                 self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, store_key, now_ms);
-            // Nothing is taken under a limit that is lower by the cost, and the reply is the same.
-            let Some(ceiling) = base_request.ceiling.checked_sub(u64::from(charge.request.cost)) else { continue };
-            let request = CounterRequest { ceiling, ..base_request };
+            let taken = if is_counted { remaining_cost(charge) } else { 0 };
+            let needed = u64::from(charge.request.cost) + u64::from(taken);
+            // Nothing is taken under a limit that is lower by the tokens needed, and the reply is the same.
+            let ceiling = base_request.ceiling.saturating_sub(needed);
+            let need = needed.saturating_sub(base_request.ceiling);
+            let request = CounterRequest { need, ceiling, ..base_request };
             if let Ok(AcquireReply::Refused { counters, .. }) = self.acquire(std::slice::from_ref(&request)).await
                 && let Some(reply) = counters.first()
             {

@@ -252,9 +252,19 @@ impl Diagnosis<'_> {
         // The number of a window that no other check has used.
         let (number, end_ms, next_end_ms) = (server_ms, server_ms + 10_000, server_ms + 20_000);
         let window = StoreWindow { kind: WindowKind::Plain, number, end_ms, next_end_ms };
-        let (used_min, refund_used_max, computed_ms) = (0, None, 0);
-        let requests =
-            [CounterRequest { key_base, window, limit, ceiling, need, want, used_min, refund_used_max, computed_ms }];
+        let (used_min, need_once_refused, refund_used_max, computed_ms) = (0, 0, None, 0);
+        let requests = [CounterRequest {
+            key_base,
+            window,
+            limit,
+            ceiling,
+            need,
+            want,
+            used_min,
+            need_once_refused,
+            refund_used_max,
+            computed_ms,
+        }];
         let acquired = self.client.acquire(&requests, server_ms).await?;
         let AcquireReply::Granted { counters, .. } = acquired else {
             return Err(format!("unexpected reply to a script: {acquired:?}"));

@@ -12,6 +12,7 @@ use super::lease_sizing::{ChargeId, LeaseRecord, Refusal, counter_id};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, TOKENS_MAX, refunds_of};
 use super::shared_counters::{SharedCounters, counter_of_receipt};
 use super::shared_decision::{NextStep, SendResult, SharedDecision, before_deadline};
+use super::token_fetch::need_once_refused;
 use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use transom_limiter::decision::{Decision, Waiter};
 use transom_limiter::decision_context::DecisionContext;
@@ -22,7 +23,7 @@ use transom_limiter::rule_set::{CompiledLayer, CountingMode, KeyedRequest, RuleS
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::Counter;
-use transom_limiter::window_kind::{Usage, WindowKind};
+use transom_limiter::window_kind::{AcquireRequest, Usage, WindowKind};
 
 /// Attempts to reserve when other requests interfere.
 const ATTEMPTS_MAX: u32 = 16;
@@ -339,12 +340,12 @@ impl SharedCounters {
         let layer = charge_plan.layer(charge.layer);
         let counter = layer.counter(keyed_request);
         let known_usage = self.table.known_usage(counter, now_ms);
-        let (end_ms, used) = known_usage.unwrap_or((charge.usage.end_ms, 0));
+        // Without a reply, a window without usage is assumed.
+        let (end_ms, used) = known_usage.unwrap_or((charge.usage.end_ms.max(charge.request.end_ms), 0));
         charge.usage = Usage { used: u64::from(used), end_ms };
         if layer.request.kind == WindowKind::Sliding {
             // Tokens come back before the known usage ends.
-            let (cost, limit) = (i64::from(charge.request.cost), charge.request.limit);
-            let refusal = self.known_refusal(counter, cost, limit, now_ms);
+            let refusal = self.known_refusal(counter, charge.request.cost.into(), charge.request, now_ms);
             charge.is_full = refusal.is_some();
             charge.usage = refusal.unwrap_or(charge.usage);
             return;
@@ -474,6 +475,7 @@ impl SharedDecision {
                 need: u64::from(charge.request.cost),
                 ceiling: charge.request.ceiling.saturating_sub(local.used),
                 used_min: least.max(charge.request.floor),
+                need_once_refused: need_once_refused(charge_plan, layer_ref, charge.request.cost),
                 ..base_request
             };
             let counter = layer.counter(keyed_request);
@@ -535,8 +537,9 @@ impl SharedDecision {
         let needed = used.max(charge.request.floor).saturating_add(charge.request.cost.into());
         charge.is_full = is_late || refused && needed > charge.request.ceiling;
         if kind == WindowKind::Sliding {
-            let (need, limit, usage) = (i64::from(charge.request.cost), charge.request.limit, charge.usage);
-            shared.note_refusal(counter, charge.is_full.then_some(Refusal { need, limit, usage }));
+            let (AcquireRequest { cost, limit, .. }, usage) = (charge.request, charge.usage);
+            let refusal = Refusal { need: cost.into(), cost, limit, usage };
+            shared.note_refusal(counter, charge.is_full.then_some(refusal));
         }
         is_late
     }

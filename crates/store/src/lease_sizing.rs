@@ -130,8 +130,9 @@ pub struct ChargeId(pub u64);
 /// A refusal of tokens of a sliding window.
 #[derive(Clone, Copy)]
 pub struct Refusal {
-    /// The tokens that were needed, below zero if more were leased, and the limit.
+    /// The tokens that were needed of the store, below zero if more were leased; those that the request takes, and the limit.
     pub need: i64,
+    pub cost: u32,
     pub limit: u32,
     /// The usage then, and the time until which as many tokens are refused.
     pub usage: Usage,

@@ -7,7 +7,8 @@
 //! several keys (TRYAGAIN).
 //!
 //! A request to a counter is passed as its kind (`p`, `g`, `f` or `s`) and eight numbers: ceiling, need, end of the window,
-//! want, least usage, limit, number of the window, end of the next one. `e` is the short form for a plain window and
+//! want, least usage, limit, number of the window, end of the next one. A sliding window has no number; instead, the need once
+//! refused is passed. `e` is the short form for a plain window and
 //! exactly the tokens needed, with the first three numbers.
 //!
 //! | counter | key | value |
@@ -112,6 +113,9 @@ pub struct CounterRequest {
     pub want: u64,
     /// A lower bound of the usage.
     pub used_min: u64,
+    /// Of a sliding window whose rule counts refusals: the tokens that a refused request needs when it is repeated; otherwise 0. The
+    /// reply to a refused call then says when these fit after the refusal has taken what is left, up to `need`.
+    pub need_once_refused: u64,
     /// [`Refund::used_max`] of the tokens granted.
     pub refund_used_max: Option<u64>,
     /// The gateway's time when the request was made. The time may have been set back to the server's since; `window` is
@@ -128,7 +132,7 @@ pub struct CounterReply {
     /// End of the window that is open by the server's time; for sliding windows, the time at which the last of the used
     /// tokens comes back.
     pub end_ms: u64,
-    /// The time at which tokens come back: if the call was refused, as many as it needs.
+    /// The time at which tokens come back: if the call was refused, as many as it needs, or needs once refused.
     pub available_ms: u64,
     /// The window's number; for windows that a first request opens, their start in milliseconds; for sliding windows, the
     /// number of the segment.
@@ -277,6 +281,7 @@ fn write_request_arguments(cmd: &mut Cmd, request: &CounterRequest, at_ms: u64) 
         return;
     }
     cmd.arg(letter(kind));
+    let number = if kind == WindowKind::Sliding { request.need_once_refused.min(TOKENS_MAX) } else { number };
     let numbers = [ceiling, need, end_ms, want, used_min, request.limit.max(1).into(), number, next_end_ms];
     numbers.into_iter().for_each(|number| _ = cmd.arg(number));
 }
@@ -432,6 +437,7 @@ mod tests {
             need,
             want,
             used_min: 0,
+            need_once_refused: 0,
             refund_used_max: None,
             computed_ms: 900,
         };

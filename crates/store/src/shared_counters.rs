@@ -521,6 +521,7 @@ mod tests {
                     need: 1,
                     want: 1,
                     used_min: 0,
+                    need_once_refused: 0,
                     refund_used_max: None,
                     computed_ms: 0,
                 };

@@ -32,7 +32,8 @@ use transom_limiter::rule_set::{CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::store_key::StoreWindow;
 use transom_limiter::table::Counter;
-use transom_limiter::window_kind::{Usage, WindowKind};
+use transom_limiter::window::Segments;
+use transom_limiter::window_kind::{AcquireRequest, Usage, WindowKind};
 
 /// A fetch of tokens for one counter.
 pub struct TokenFetch {
@@ -366,6 +367,15 @@ impl SharedCounters {
             };
             let opens_window = charge.usage.used == 0 && layer.request.kind.is_opened_by_requests();
             charge.usage.used += if opens_window { leased } else { tokens };
+            let known = self.table.known_usage(counter, now_ms);
+            if layer.request.kind == WindowKind::Sliding
+                && known.is_none_or(|(end_ms, _)| charge.usage.end_ms >= end_ms)
+            {
+                // The store has not said when the request fits: at the latest when the taken tokens come back.
+                let period_ms = charge_plan.rule_set().windows_of(layer).typical_ms();
+                let segments = Segments { period_ms };
+                charge.usage.end_ms = segments.expires_ms(segments.number_at(now_ms));
+            }
             if leased < tokens {
                 let request =
                     self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, &store_key, now_ms);
@@ -578,6 +588,7 @@ impl SharedCounters {
             need: 0,
             want: 0,
             used_min,
+            need_once_refused: 0,
             refund_used_max: refund_used_max(compiled_rule, layer),
             computed_ms: now_ms,
         }
@@ -597,13 +608,19 @@ impl SharedCounters {
         }
     }
 
-    /// The usage of a sliding window of which the store is known to refuse `need` tokens. A refusal says nothing once the
-    /// usage has decreased, because tokens were refunded or the key was reset, or under another limit.
-    pub(super) fn known_refusal(&self, counter: Counter, need: i64, limit: u32, now_ms: u64) -> Option<Usage> {
+    /// The usage of a sliding window of which the store is known to refuse `need` tokens to a request. A refusal says nothing under
+    /// another limit, or once the usage has changed: after a refund the request may fit, after a charge it fits later.
+    pub(super) fn known_refusal(
+        &self,
+        counter: Counter,
+        need: i64,
+        request: AcquireRequest,
+        now_ms: u64,
+    ) -> Option<Usage> {
         let refusal = self.leases.with_existing(counter_id(counter), |record| record.refusal)??;
         let (_, used) = self.table.known_usage(counter, now_ms)?;
-        let is_same = (refusal.need, refusal.limit) == (need, limit);
-        let is_known = is_same && now_ms < refusal.usage.end_ms && u64::from(used) >= refusal.usage.used;
+        let is_same = (refusal.need, refusal.cost, refusal.limit) == (need, request.cost, request.limit);
+        let is_known = is_same && now_ms < refusal.usage.end_ms && u64::from(used) == refusal.usage.used;
         is_known.then_some(refusal.usage)
     }
 
@@ -639,6 +656,7 @@ impl SharedCounters {
         let now_ms = self.clock.now().unix_ms;
         let request = self.counter_request(rule_set, layer_ref.id, keyed_request, &store_key, now_ms);
         self.record_local_usage(rule_set, layer_ref.id, keyed_request, &store_key, request.ceiling);
+        let need_once_refused = need_once_refused(charge_plan, layer_ref, keyed_request.cost);
         TokenFetch {
             rule_set: Arc::clone(rule_set),
             layer: layer_ref.id,
@@ -647,9 +665,16 @@ impl SharedCounters {
             store_key,
             shards: layer.shards,
             generation: self.generation.get(),
-            request,
+            request: CounterRequest { need_once_refused, ..request },
         }
     }
+}
+
+/// [`CounterRequest::need_once_refused`] of a request that takes `cost`.
+pub(super) fn need_once_refused(charge_plan: &ChargePlan, layer_ref: LayerRef, cost: u32) -> u64 {
+    let takes_rest = charge_plan.counts_refused() && charge_plan.rule_of(layer_ref).rule.count_refused;
+    let is_sliding = charge_plan.layer(layer_ref).request.kind == WindowKind::Sliding;
+    if takes_rest && is_sliding { cost.into() } else { 0 }
 }
 
 impl TokenFetch {
@@ -745,7 +770,7 @@ impl SharedDecision {
         let known = |i: &usize| {
             let counter = self.counter_of(charge_plan, *i)?;
             let charge = &self.context.result.charges[*i];
-            self.shared.known_refusal(counter, lacking_tokens(charge), charge.request.limit, now_ms)
+            self.shared.known_refusal(counter, lacking_tokens(charge), charge.request, now_ms)
         };
         let refused: Vec<(usize, Usage)> = missing.iter().filter_map(|i| Some((*i, known(i)?))).collect();
         if refused.is_empty() {
@@ -756,7 +781,8 @@ impl SharedDecision {
         }
         for (i, usage) in &refused {
             let charge = &mut self.context.result.charges[*i];
-            (charge.is_full, charge.usage) = (true, *usage);
+            charge.is_full = true;
+            charge.usage = Usage { used: usage.used.saturating_sub(leased_tokens(charge)), ..*usage };
         }
         refused.into_iter().map(|(i, _)| i).collect()
     }
@@ -909,12 +935,13 @@ impl SharedDecision {
             charge.is_full = reply.is_some();
             let is_unknown = |_: &&CounterReply| is_sliding || self.shared.table.known_usage(counter, now_ms).is_none();
             if let Some(reply) = reply.filter(is_unknown) {
-                let need = lacking_tokens(charge);
-                charge.usage = Usage { used: reply.used, end_ms: reply.available_ms };
+                let usage = Usage { used: reply.used, end_ms: reply.available_ms };
                 if is_sliding {
-                    let (limit, usage) = (charge.request.limit, charge.usage);
-                    self.shared.note_refusal(counter, Some(Refusal { need, limit, usage }));
+                    let AcquireRequest { cost, limit, .. } = charge.request;
+                    let refusal = Refusal { need: lacking_tokens(charge), cost, limit, usage };
+                    self.shared.note_refusal(counter, Some(refusal));
                 }
+                charge.usage = Usage { used: usage.used.saturating_sub(leased_tokens(charge)), ..usage };
                 refused_charges.push(*i);
             }
         }
@@ -930,8 +957,12 @@ fn missing_tokens(charge: &Charge) -> u64 {
 /// As [`missing_tokens`]; below zero, if more are leased. The request lacks none of these, but others with a greater limit have used
 /// up its own.
 fn lacking_tokens(charge: &Charge) -> i64 {
-    let left = charge.request.ceiling.saturating_sub(charge.usage.used);
-    i64::from(charge.request.cost).saturating_sub_unsigned(left)
+    i64::from(charge.request.cost).saturating_sub_unsigned(leased_tokens(charge))
+}
+
+/// The unspent tokens of a lease, before its charge states the usage of the counter.
+fn leased_tokens(charge: &Charge) -> u64 {
+    charge.request.ceiling.saturating_sub(charge.usage.used)
 }
 
 #[cfg(test)]
@@ -1415,21 +1446,27 @@ mod tests {
         run(async {
             let worker = TestWorker::new(&[sliding("100/hour")]).await;
             let usage = Usage { used: 100, end_ms: START_MS + 50 };
+            let request = AcquireRequest::plain(START_MS + HOUR_MS, 100, 1);
             let counter = worker.counter("a", 0);
             let fetch = worker.fetch(0, 0, "a", 1, 1);
             let end_ms = START_MS + HOUR_MS;
-            worker.shared.note_refusal(counter, Some(Refusal { need: 1, limit: 100, usage }));
+            worker.shared.note_refusal(counter, Some(Refusal { need: 1, cost: 1, limit: 100, usage }));
             worker.deposit(&fetch, 0, 100, end_ms);
-            let known = |need, limit, now_ms| worker.shared.known_refusal(counter, need, limit, now_ms).is_some();
-            assert!(known(1, 100, START_MS));
-            assert!(!known(2, 100, START_MS) && !known(1, 99, START_MS));
-            assert!(known(1, 100, START_MS + 49) && !known(1, 100, START_MS + 50), "tokens come back");
+            let is_known =
+                |need, request, now_ms| worker.shared.known_refusal(counter, need, request, now_ms).is_some();
+            let known = |now_ms| is_known(1, request, now_ms);
+            assert!(known(START_MS) && !is_known(2, request, START_MS));
+            assert!(!is_known(1, AcquireRequest { limit: 99, ..request }, START_MS));
+            assert!(!is_known(1, AcquireRequest { cost: 2, ..request }, START_MS));
+            assert!(known(START_MS + 49) && !known(START_MS + 50), "tokens come back");
             worker.shared.table.set_known_usage(counter, end_ms, 99, START_MS);
-            assert!(!known(1, 100, START_MS), "tokens were refunded");
+            assert!(!known(START_MS), "tokens were refunded");
             worker.shared.table.set_known_usage(counter, end_ms, 101, START_MS);
-            assert!(known(1, 100, START_MS));
+            assert!(!known(START_MS), "it fits later");
+            worker.shared.table.set_known_usage(counter, end_ms, 100, START_MS);
+            assert!(known(START_MS));
             worker.deposit(&fetch, 1, 100, end_ms);
-            assert!(!known(1, 100, START_MS));
+            assert!(!known(START_MS));
         });
     }
 

@@ -72,6 +72,11 @@ impl CounterArguments {
         }
     }
 
+    /// Of a sliding window: the tokens that a refused request needs when it is repeated, if the refusal takes what is left.
+    fn need_once_refused(&self) -> i64 {
+        self.number
+    }
+
     fn is_plain(&self) -> bool {
         matches!(self.kind, 'e' | 'p')
     }
@@ -103,6 +108,7 @@ impl Grant {
         let used = read.used.max(least) + self.grant;
         (self.reply[0], self.reply[1]) = (self.grant, used);
         if kind == 's' {
+            self.reply[3] = returned_after(read, 1);
             *read.segments.entry(read.mark).or_default() += used - read.used;
         }
         read.used = used;
@@ -150,7 +156,11 @@ impl Store {
                     status = status.min(0);
                 }
                 let mark = reads.get(key).map_or(0, |read| read.mark);
-                let returned = if arguments.kind == 's' { returned_after(&reads[key], (-spare).max(1)) } else { 0 };
+                let excess = match arguments.need_once_refused() {
+                    0 => -spare,
+                    again => again + (-spare).min((-spare - need).max(0)),
+                };
+                let returned = if arguments.kind == 's' { returned_after(&reads[key], excess.max(1)) } else { 0 };
                 let reply = [0, used, mark, returned];
                 grants.push(Grant { key: key.clone(), arguments, grant: need + more, reply });
             }
