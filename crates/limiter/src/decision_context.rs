@@ -129,7 +129,8 @@ impl DecisionContext {
     /// Whether the rule at this position has charged an admitted request: a shadow rule that would have refused the request has
     /// not, nor has a rule that was not examined.
     pub fn has_charged(&self, position: PlanPosition) -> bool {
-        !self.result.shadowed.contains(&position) && self.charges_of_rule(position).next().is_some()
+        let is_prepaid = || self.sharing.prepaid.iter().any(|layer_ref| layer_ref.position == position);
+        !self.result.shadowed.contains(&position) && (self.charges_of_rule(position).next().is_some() || is_prepaid())
     }
 
     /// The receipts of all charges in the layers of one rule.

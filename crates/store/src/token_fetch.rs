@@ -895,7 +895,8 @@ impl SharedDecision {
         }
     }
 
-    /// Takes tokens that did not fit in the table, as many as this request needs.
+    /// Takes tokens that did not fit in the table, as many as this request needs, unless their window had ended when the request was
+    /// decided: it would count in none that is open.
     fn take_undeposited(&mut self, charge_plan: &ChargePlan, fetched: &[usize], in_flight: &InFlightFetch) {
         let mut undeposited = in_flight.undeposited.borrow_mut();
         for i in fetched {
@@ -903,8 +904,12 @@ impl SharedDecision {
             let charge = &self.context.result.charges[*i];
             let (layer_ref, cost) = (charge.layer, u64::from(charge.request.cost));
             let capacity = charge_plan.layer(layer_ref).capacity;
+            let decided_ms = self.context.result.decided_ms;
             let found = undeposited.iter_mut().find(|undeposited| {
-                undeposited.id == counter_id(counter) && undeposited.tokens >= cost && undeposited.capacity <= capacity
+                undeposited.id == counter_id(counter)
+                    && undeposited.tokens >= cost
+                    && undeposited.capacity <= capacity
+                    && undeposited.refund_target.end_ms > decided_ms
             });
             if let Some(UndepositedTokens { tokens, refund_target, .. }) = found
                 && !self.context.sharing.prepaid.contains(&layer_ref)
@@ -1626,8 +1631,8 @@ mod tests {
             let target = worker.fetch(0, 0, "a", 1, 1).request.refund_target(CounterReply {
                 granted: 5,
                 used: 5,
-                end_ms: START_MS,
-                available_ms: START_MS,
+                end_ms: START_MS + HOUR_MS,
+                available_ms: START_MS + HOUR_MS,
                 number: 500_000,
                 call: 0,
             });
@@ -1661,6 +1666,8 @@ mod tests {
             assert_eq!(taken("a", 2, 100), (2, vec![], vec![]));
             assert_eq!(taken("a", 7, 101), (7, vec![], vec![]), "they were granted up to a greater limit");
             assert_eq!(taken("b", 7, 100), (7, vec![], vec![]));
+            worker.clock.advance(Duration::from_millis(HOUR_MS));
+            assert_eq!(taken("a", 7, 99), (7, vec![], vec![]), "their window has ended");
         });
     }
 

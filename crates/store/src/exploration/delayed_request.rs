@@ -9,7 +9,7 @@ use super::world::TIMEOUT_MS;
 use crate::counter_access::{CounterAccess, RequestKeys};
 use crate::scripts::Refund;
 use crate::shared_decision::{SharedOutcome, Unavailable};
-use transom_limiter::charge_plan::ChargePlan;
+use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::LayerId;
@@ -49,6 +49,13 @@ impl Decided {
                 let later = until_ms.checked_sub(end_ms).map_or(0, |ms| ms / period_ms + 1);
                 if !rule_set.layer(layer).is_penalty() && windows.iter().all(|(other, _)| *other != layer) {
                     windows.push((layer, end_ms + later * period_ms));
+                }
+            }
+            // Tokens that did not fit in the table.
+            for LayerRef { id, .. } in &context.sharing.prepaid {
+                if windows.iter().all(|(other, _)| other != id) {
+                    let layer_windows = rule_set.windows_of(rule_set.layer(*id));
+                    windows.push((*id, layer_windows.window_at(context.result.decided_ms, 0).end_ms));
                 }
             }
         }

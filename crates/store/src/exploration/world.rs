@@ -523,14 +523,12 @@ impl World {
 
     fn lose_data(&mut self, lose: impl Fn(&Network)) {
         (self.observed.has_lost_calls, self.observed.has_lost_data) = (true, true);
-        let used =
-            |network: &Network| network.keys().into_iter().map(|key| (network.used(&key), key)).collect::<Vec<_>>();
-        let before = used(&self.network);
+        let before = self.network.store();
         lose(&self.network);
-        for (used, key) in before {
-            let forgotten = used.saturating_sub(self.network.used(&key));
-            if let Some(counter) = self.counter_named(&key) {
-                *self.observed.forgotten.entry(counter).or_default() += forgotten;
+        let after = self.network.store();
+        for key in before.keys() {
+            if let Some(counter) = self.counter_named(key) {
+                *self.observed.forgotten.entry(counter).or_default() += before.tokens_beyond(&after, key);
             }
         }
     }

@@ -232,10 +232,10 @@ impl Store {
                 end_ms
             }
             _ => {
-                if !exists || mark > now_ms {
+                if !exists || mark > now_ms + 2000 {
                     mark = now_ms;
                 }
-                let elapsed = (now_ms - mark) / length;
+                let elapsed = ((now_ms - mark) / length).max(0);
                 used -= arguments.limit * elapsed;
                 mark = if used <= 0 { now_ms } else { mark + elapsed * length };
                 mark + length
@@ -298,6 +298,21 @@ impl Store {
             None => 0,
         };
         used as u64
+    }
+
+    /// The tokens of a counter that this store has and `other` lacks, in the latest window here.
+    pub fn tokens_beyond(&self, other: &Store, key: &str) -> u64 {
+        let value = |store: &Store| store.counters.get(key).map(|entry| entry.value.clone());
+        match (value(self), value(other)) {
+            (Some(Value::Segments(segments)), Some(Value::Segments(others))) => {
+                let more = |(segment, tokens): (i64, i64)| (tokens - others.get(&segment).unwrap_or(&0)).max(0) as u64;
+                segments.into_iter().map(more).sum()
+            }
+            (Some(Value::Account { mark, .. }), Some(Value::Account { mark: other, .. })) if mark != other => {
+                self.used(key)
+            }
+            _ => self.used(key).saturating_sub(other.used(key)),
+        }
     }
 
     pub fn keys(&self) -> impl Iterator<Item = &str> {

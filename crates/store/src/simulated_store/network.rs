@@ -294,8 +294,7 @@ impl Network {
         state.forgot_script = [true; 2];
         // The last write may have been a refund.
         for key in state.store.keys() {
-            let more = state.store.used(key).saturating_sub(former.used(key));
-            add_surplus(&mut state.surplus, [(key.to_owned(), more)]);
+            add_surplus(&mut state.surplus, [(key.to_owned(), state.store.tokens_beyond(&former, key))]);
         }
     }
 
@@ -333,6 +332,10 @@ impl Network {
 
     pub fn keys(&self) -> Vec<String> {
         self.state().store.keys().map(str::to_owned).collect()
+    }
+
+    pub fn store(&self) -> Store {
+        self.state().store.clone()
     }
 
     /// Adds the store and all that is in flight to a hash.
