@@ -259,23 +259,154 @@ mod tests {
 
     use fastrand::Rng;
 
-    use super::super::test_worker::{TestWorker, leased, named, run};
+    use super::super::test_worker::{HOUR_MS, KEY, SLIDING_KEY, START_MS, TestWorker, leased, named, run};
     use super::*;
-    use transom_limiter::rule::{Rule, Sharing};
+    use transom_limiter::handles::{Handle, RuleId};
+    use transom_limiter::rule::{OnOutage, Rule, Sharing};
     use transom_limiter::window::Windows;
 
-    /// When a request of key `a` would be admitted after a refusal.
-    async fn explained_ms(worker: &TestWorker, cost: u32) -> Option<u64> {
-        let (shared, clock) = (Some(Rc::clone(&worker.shared)), worker.clock.clone());
-        let counters = CounterAccess::new(worker.shared_by_workers.clone(), clock, shared);
-        let query = KeyQuery {
+    fn counters(worker: &TestWorker) -> CounterAccess {
+        let shared = Some(Rc::clone(&worker.shared));
+        CounterAccess::new(worker.shared_by_workers.clone(), worker.clock.clone(), shared)
+    }
+
+    /// A query of key `a`.
+    fn query(worker: &TestWorker, cost: u32) -> KeyQuery<'_> {
+        KeyQuery {
             charge_plan: &worker.charge_plan,
             keyed_requests: worker.context("a", cost).inputs.keyed_requests,
             reserve: false,
             store_keys: worker.store_keys("a"),
-        };
+        }
+    }
+
+    /// When a request of key `a` would be admitted after a refusal.
+    async fn explained_ms(worker: &TestWorker, cost: u32) -> Option<u64> {
+        let (counters, query) = (counters(worker), query(worker, cost));
         let mut state = counters.value(&query).await.ok()?;
         counters.retry_at_ms_once_refused(&query, &mut state).await
+    }
+
+    /// The usage of key `a` that [`CounterAccess::value`] reads, its end, and whether the store has it.
+    async fn value(worker: &TestWorker) -> (u64, u64, bool) {
+        let state = counters(worker).value(&query(worker, 1)).await.expect("the rule can be counted");
+        let usage = state.context.result.charges[0].usage;
+        (usage.used, usage.end_ms, state.is_from_store)
+    }
+
+    /// Without the store, the gateway has assumed a later end of the window.
+    #[test]
+    fn the_first_value_after_an_outage_is_that_of_the_store() {
+        run(async {
+            for sharing in [Sharing::Exact, Sharing::Lease] {
+                let mut rule = Rule { sharing, ..leased(&["9/hour"]) };
+                rule.layers[0].windows = Windows::FirstRequest { period_ms: HOUR_MS };
+                let worker = TestWorker::new(&[rule]).await;
+                // By another gateway.
+                worker.store.set_used("transom:{r|a}:first-request", 4);
+                worker.clock.advance(Duration::from_secs(600));
+                worker.store.set_refusing(true);
+                assert_eq!(worker.decide("a", 3).await, Some(true));
+                assert_eq!(value(&worker).await, (3, START_MS + HOUR_MS + 600_000, false));
+                worker.store.set_refusing(false);
+                worker.clock.advance(Duration::from_secs(60));
+                worker.shared.report_to_reachable().await;
+                for used in [7, 9] {
+                    assert_eq!(value(&worker).await, (used, START_MS + HOUR_MS, true));
+                    assert_eq!(worker.decide("a", 2).await, Some(used == 7));
+                    worker.settled_calls().await;
+                }
+                worker.clock.advance(Duration::from_millis(HOUR_MS - 660_000));
+                assert_eq!(value(&worker).await.0, 0);
+            }
+        });
+    }
+
+    /// The rule with the penalty is not asked once a lease refuses.
+    #[test]
+    fn a_refusal_by_a_lease_starts_the_penalty_of_another_full_rule() {
+        run(async {
+            let penalty = Rule { penalty_ms: Some(2 * HOUR_MS), ..leased(&["3/hour"]) };
+            let worker = TestWorker::new(&[leased(&["3/hour"]), named("login", penalty)]).await;
+            assert_eq!(worker.decide("a", 3).await, Some(true));
+            worker.settled_calls().await;
+            assert_eq!(worker.decide("a", 1).await, Some(false));
+            worker.settled_calls().await;
+            assert_eq!(worker.store.used(KEY), 3);
+            // Both windows are open, and the penalty lasts.
+            worker.clock.advance(Duration::from_millis(HOUR_MS));
+            for _ in 0..2 {
+                assert_eq!(worker.decide("a", 1).await, Some(false));
+                worker.settled_calls().await;
+            }
+            assert_eq!(
+                worker.store.used("transom:{r|a}:500001"),
+                u64::from(worker.leased_tokens("a", 0)),
+                "none is spent"
+            );
+            worker.clock.advance(Duration::from_millis(HOUR_MS));
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+        });
+    }
+
+    /// The cost of the response is neither charged nor refunded.
+    #[test]
+    fn a_rule_that_an_outage_skips_has_not_charged() {
+        run(async {
+            for (on_outage, has_charged) in [(OnOutage::Allow, false), (OnOutage::Local, true)] {
+                let rule = |sharing| Rule { on_outage, sharing, ..leased(&["9/hour"]) };
+                let worker = TestWorker::new(&[rule(Sharing::Lease), named("exact", rule(Sharing::Exact))]).await;
+                worker.store.set_refusing(true);
+                let BeginResult::Pending(pending) = worker.begin("a", 2).0 else { panic!("the store is asked") };
+                let SharedOutcome { context, refunds, .. } = pending.decide(&worker.charge_plan).await.unwrap();
+                let charged = [0, 1].map(|position| context.has_charged(PlanPosition::at(position)));
+                assert_eq!((charged, refunds.len()), ([has_charged; 2], 0));
+                assert_eq!(context.all_receipts().count(), if has_charged { 2 } else { 0 });
+            }
+        });
+    }
+
+    /// A token that came too late for the table counts, and its rule is settled.
+    #[test]
+    fn a_rule_whose_token_did_not_fit_has_charged() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["9/hour"]), named("other", leased(&["9/hour"]))]).await;
+            let mut context = worker.context("a", 1);
+            context.sharing.prepaid.push(worker.layer_ref(1, 0));
+            assert_eq!([0, 1].map(|position| context.has_charged(PlanPosition::at(position))), [false, true]);
+        });
+    }
+
+    #[test]
+    fn a_request_that_costs_nothing_takes_no_lease() {
+        run(async {
+            let sliding = |mut rule: Rule| {
+                rule.layers[0].windows = Windows::Sliding { period_ms: HOUR_MS };
+                rule
+            };
+            let penalty = |rule| Rule { penalty_ms: Some(HOUR_MS), ..rule };
+            let counts_refused = |rule| Rule { count_refused: true, ..rule };
+            for change in [|rule| rule, sliding, penalty, counts_refused] as [fn(Rule) -> Rule; 4] {
+                for sharing in [Sharing::Lease, Sharing::Exact] {
+                    let worker = TestWorker::new(&[change(Rule { sharing, ..leased(&["3/hour"]) })]).await;
+                    // Nothing is known; then all is used, and more.
+                    assert_eq!((worker.decide("a", 0).await, worker.leased_tokens("a", 0)), (Some(true), 0));
+                    assert_eq!(worker.decide("a", 3).await, Some(true));
+                    worker.settled_calls().await;
+                    let used =
+                        || ["transom:{r|a}:500000", SLIDING_KEY].map(|key| worker.store.used(key)).iter().sum::<u64>();
+                    assert_eq!((worker.decide("a", 0).await, used()), (Some(true), 3));
+                    let keyed_request = worker.request(0, "a", 4);
+                    worker.shared.overdraw(&worker.rule_set, RuleId::at(0), keyed_request, &"r|a".into());
+                    worker.settled_calls().await;
+                    for _ in 0..2 {
+                        assert_eq!((worker.decide("a", 0).await, used()), (Some(true), 7));
+                        worker.settled_calls().await;
+                    }
+                    assert_eq!(worker.decide("a", 1).await, Some(false));
+                }
+            }
+        });
     }
 
     /// What a refusal takes of a sliding window comes back last. A request may be refused again by rules that were not asked.
