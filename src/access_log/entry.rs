@@ -1,10 +1,12 @@
 //! One entry of the access log, and its two forms: a JSON object, and the combined format of Apache and nginx.
 
+use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::net::IpAddr;
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
+use serde_json::Number;
 
 use transom_config::LogFormat;
 
@@ -36,6 +38,8 @@ pub struct LogEntry {
     pub delay: Duration,
     #[serde(flatten)]
     pub upstream: Option<UpstreamUse>,
+    #[serde(flatten)]
+    pub costs: Option<LoggedCosts>,
     /// The decision of each rule, by its name.
     #[serde(serialize_with = "as_map", skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<(String, RuleDecision)>,
@@ -105,6 +109,28 @@ pub struct UpstreamUse {
     pub attempts: u32,
 }
 
+/// What a request cost by the rules whose cost its response states, or its bytes are.
+#[derive(Serialize, Clone, Default, Debug)]
+pub struct LoggedCosts {
+    /// That the request names, or else the response.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// What the body of the response states, by kind.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub usage: BTreeMap<&'static str, Number>,
+    /// Tokens that each rule charged before the request was forwarded.
+    pub reserved: BTreeMap<String, u64>,
+    /// Tokens that each rule charged in all.
+    pub cost: BTreeMap<String, u64>,
+    /// Until the first byte of the response's body.
+    #[serde(
+        rename = "first_byte_ms",
+        serialize_with = "optional_milliseconds",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub first_byte: Option<Duration>,
+}
+
 /// What a rule decided.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RuleDecision {
@@ -159,6 +185,7 @@ impl LogEntry {
             duration: Duration::ZERO,
             delay: Duration::ZERO,
             upstream: None,
+            costs: None,
             rules: Vec::new(),
             refused_by: Vec::new(),
             shadowed_by: Vec::new(),
@@ -227,6 +254,11 @@ fn rfc3339<S: Serializer>(time_ms: &u64, serializer: S) -> Result<S::Ok, S::Erro
 
 fn milliseconds<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f64(duration.as_micros() as f64 / 1e3)
+}
+
+#[allow(clippy::ref_option, reason = "the signature that serde asks for")]
+fn optional_milliseconds<S: Serializer>(duration: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
+    milliseconds(&duration.unwrap_or_default(), serializer)
 }
 
 fn as_map<S: Serializer>(rules: &[(String, RuleDecision)], serializer: S) -> Result<S::Ok, S::Error> {

@@ -10,28 +10,18 @@ use std::rc::Rc;
 use std::task::{Poll, Waker};
 
 use transom_config::byte_cost::{ByteCost, OnExceeded};
-use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::handles::PlanPosition;
 use transom_limiter::rule_set::KeyedRequest;
-use transom_limiter::store_key::StoreKeys;
-use transom_rules::RouteRulesId;
-use transom_store::counter_access::RequestKeys;
-use transom_store::scripts::Refund;
 use transom_store::settlement::RuleCharges;
 
+use super::charged_request::ChargedRequest;
 use super::response::{BodyEnded, BodyObserver, ResponseBody};
-use super::worker_config::WorkerConfig;
-use super::worker_state::{RunningCharge, WorkerState};
+use super::worker_state::RunningCharge;
 use crate::upstream::request_body::{RequestBody, UploadViolation};
 use crate::upstream::tunnel::ByteCounts;
 
 pub struct ByteMeter {
-    worker: Rc<WorkerState>,
-    config: Rc<WorkerConfig>,
-    rules_id: RouteRulesId,
-    keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
-    store_keys: StoreKeys,
-    /// Refunds of what the shared store has charged in advance, with the rule.
-    refunds: Vec<(PlanPosition, Refund)>,
+    request: Rc<ChargedRequest>,
     rules: RefCell<Vec<MeteredRule>>,
     pub counts: ByteCounts,
     cut: Cut,
@@ -85,26 +75,14 @@ impl MeteredRule {
 }
 
 impl ByteMeter {
-    pub fn start(
-        worker: &Rc<WorkerState>,
-        config: &Rc<WorkerConfig>,
-        rules_id: RouteRulesId,
-        keys: (&IdVec<PlanPosition, Option<KeyedRequest>>, &StoreKeys),
-        refunds: &[(PlanPosition, Refund)],
-        rules: Vec<MeteredRule>,
-    ) -> Rc<ByteMeter> {
+    pub fn start(request: Rc<ChargedRequest>, rules: Vec<MeteredRule>) -> Rc<ByteMeter> {
         let meter = Rc::new(ByteMeter {
-            worker: Rc::clone(worker),
-            config: Rc::clone(config),
-            rules_id,
-            keyed_requests: keys.0.clone(),
-            store_keys: keys.1.clone(),
-            refunds: refunds.to_vec(),
+            request,
             rules: RefCell::new(rules),
             counts: ByteCounts::default(),
             cut: Cut::default(),
         });
-        worker.running_charges.add(&meter);
+        meter.request.worker.running_charges.add(&meter);
         meter
     }
 
@@ -140,7 +118,8 @@ impl ByteMeter {
     pub fn refund(&self, position: PlanPosition) {
         for rule in self.rules.borrow_mut().iter_mut().filter(|rule| rule.position == position) {
             rule.state = State::Settled;
-            self.worker.counters.settle(self.keys(), position, &rule.reserved, &self.refunds, 0);
+            self.request.settle(position, &rule.reserved, 0);
+            self.request.log_cost(position, 0);
         }
     }
 
@@ -163,12 +142,15 @@ impl ByteMeter {
     }
 
     fn charge_rule(&self, rule: &mut MeteredRule) -> bool {
-        let Some(keyed_request) = self.keyed_requests[rule.position] else { return false };
+        let ChargedRequest { worker, keyed_requests, .. } = &*self.request;
+        let Some(keyed_request) = keyed_requests[rule.position] else { return false };
         let tokens = self.tokens(rule);
+        self.request.log_cost(rule.position, tokens);
         let is_changed = tokens > rule.charged;
         while tokens > rule.charged {
             let cost = u32::try_from(tokens - rule.charged).unwrap_or(u32::MAX);
-            self.worker.counters.charge_excess(self.keys(), rule.position, KeyedRequest { cost, ..keyed_request });
+            let keyed_request = KeyedRequest { cost, ..keyed_request };
+            worker.counters.charge_excess(self.request.keys(), rule.position, keyed_request);
             rule.charged += u64::from(cost);
         }
         is_changed
@@ -176,12 +158,13 @@ impl ByteMeter {
 
     /// Whether more was used than a window has.
     fn is_exceeded(&self, position: PlanPosition) -> bool {
-        let charge_plan = &self.config.served.route_rules[self.rules_id].charge_plan;
-        let mut scratch = self.config.scratch();
+        let ChargedRequest { worker, config, keyed_requests, .. } = &*self.request;
+        let charge_plan = &self.request.rules().charge_plan;
+        let mut scratch = config.scratch();
         let context = &mut scratch.context;
         context.inputs.keyed_requests.clear();
-        context.inputs.keyed_requests.extend_from(&self.keyed_requests);
-        self.worker.counters.peek(charge_plan, context);
+        context.inputs.keyed_requests.extend_from(keyed_requests);
+        worker.counters.peek(charge_plan, context);
         let mut charges =
             context.charges_of_rule(position).filter(|charge| !charge_plan.layer(charge.layer).is_penalty());
         charges.any(|charge| charge_plan.takes_later_tokens(charge))
@@ -204,14 +187,6 @@ impl ByteMeter {
         })
         .await;
     }
-
-    fn keys(&self) -> RequestKeys<'_> {
-        RequestKeys {
-            charge_plan: &self.config.served.route_rules[self.rules_id].charge_plan,
-            keyed_requests: &self.keyed_requests,
-            store_keys: &self.store_keys,
-        }
-    }
 }
 
 impl RunningCharge for ByteMeter {
@@ -223,14 +198,14 @@ impl RunningCharge for ByteMeter {
 impl Drop for ByteMeter {
     /// Charges the rest, and refunds what was reserved beyond it. Without a response, a request counts.
     fn drop(&mut self) {
-        self.worker.running_charges.remove(self);
+        self.request.worker.running_charges.remove(self);
         let mut rules = self.rules.take();
         for rule in rules.iter_mut().filter(|rule| rule.state != State::Settled) {
             self.charge_rule(rule);
             if let Ok(tokens) = u32::try_from(self.tokens(rule)) {
                 let is_refund = u64::from(tokens) < rule.charged;
                 if is_refund {
-                    self.worker.counters.settle(self.keys(), rule.position, &rule.reserved, &self.refunds, tokens);
+                    self.request.settle(rule.position, &rule.reserved, tokens);
                 }
             }
         }

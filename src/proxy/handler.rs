@@ -237,6 +237,7 @@ fn respond(
         // The response to an authorization request says nothing about the response to the client.
         pending_cost = pending_cost.filter(|_| !is_forward_auth);
         if let Some(pending_cost) = &mut pending_cost {
+            pending_cost.log_costs(&mut record);
             pending_cost.begin_forwarding(plan.route, &mut request, body_values);
         }
         let response = match forward(&config, &peer, &mut plan, request, &mut record).await {

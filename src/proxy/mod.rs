@@ -2,7 +2,7 @@
 //!
 //! `handler` validates, routes, decides and forwards. `body_reading` reads a body that rules depend on. `admission` decides by the rules and waits for a slot, `held_slots`
 //! releases the slots, `delayed_request` waits for a later window, `response_cost` settles charges that depend on the
-//! response. `response` turns results into responses, and `request_record` counts and logs each request once. `websocket`
+//! response, `byte_meter` those of bytes that pass; `charged_request` is what both need. `response` turns results into responses, and `request_record` counts and logs each request once. `websocket`
 //! ends a handshake and runs the tunnel.
 //!
 //! State: `served_config` is the configuration prepared at load, `worker_config` one worker's view of it,
@@ -11,6 +11,7 @@
 mod admission;
 mod body_reading;
 mod byte_meter;
+mod charged_request;
 mod delayed_request;
 pub mod handler;
 mod held_slots;

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Version, header};
 
+use super::charged_request::CostLog;
 use super::held_slots::HeldSlots;
 use super::worker_config::WorkerConfig;
 use super::worker_state::WorkerState;
@@ -79,6 +80,7 @@ struct PendingEntry {
     delayed_since: Option<Instant>,
     forwarded: Option<Forwarded>,
     upload: Option<Rc<UploadProgress>>,
+    costs: Option<CostLog>,
 }
 
 /// A request that was forwarded.
@@ -113,6 +115,7 @@ impl RequestRecord {
                 delayed_since: None,
                 forwarded: None,
                 upload: None,
+                costs: None,
             })
         });
         worker.metrics.request_began();
@@ -204,6 +207,11 @@ impl RequestRecord {
         if let Some(log) = &mut self.log {
             log.upload = upload;
         }
+    }
+
+    /// Where the costs of the request are noted. `None` for a request that is neither logged nor traced.
+    pub fn cost_log(&mut self) -> Option<CostLog> {
+        Some(Rc::clone(self.log.as_mut()?.costs.get_or_insert_default()))
     }
 
     /// The rules make the request wait.
@@ -373,6 +381,10 @@ impl RequestRecord {
 
     pub fn add_bytes_sent(&mut self, bytes: usize) {
         self.bytes += bytes as u64;
+        if let Some(costs) = self.log.as_ref().and_then(|log| log.costs.as_ref()) {
+            let took = || self.worker.clock.instant().duration_since(self.started.instant);
+            costs.borrow_mut().first_byte.get_or_insert_with(took);
+        }
     }
 
     /// The upstream's response was cut off.
@@ -507,6 +519,7 @@ impl PendingEntry {
         if let Some(upload) = self.upload {
             entry.bytes_received = upload.received_bytes.get();
         }
+        entry.costs = self.costs.map(|costs| costs.borrow().clone());
         let mut traced = Vec::new();
         entry.upstream = self.forwarded.map(|forwarded| {
             let upstream = &config.served.config.upstreams[forwarded.upstream];

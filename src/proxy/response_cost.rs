@@ -7,43 +7,37 @@ use std::rc::Rc;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName};
 use http::{HeaderMap, Request, Response, StatusCode};
 use http_body::Body as _;
+use serde_json::Number;
 
 use super::byte_meter::{ByteMeter, MeteredRule};
+use super::charged_request::ChargedRequest;
+use super::request_record::RequestRecord;
 use super::response::{BodyEnded, BodyObserver, ResponseBody};
-use super::worker_config::WorkerConfig;
-use super::worker_state::{DecidedBy, WorkerState};
+use super::worker_state::DecidedBy;
 use crate::upstream::forward::ForwardError;
 use crate::upstream::request_body::RequestBody;
 use transom_config::RouteId;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::{IdVec, PlanPosition};
-use transom_limiter::rule_set::KeyedRequest;
+use transom_limiter::handles::PlanPosition;
 use transom_limiter::store_key::StoreKeys;
-use transom_rules::RouteRulesId;
 use transom_rules::compiled_config::RouteRules;
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::response_cost::{
     BodyEnd, FinalCost, GRPC_UNKNOWN, ResponseCostId, ResponseCostRule, ResponseEnd, grpc_status,
 };
-use transom_store::counter_access::RequestKeys;
 use transom_store::scripts::Refund;
 use transom_store::settlement::RuleCharges;
+use transom_usage::decimal::Decimal;
 use transom_usage::request_body::BodyValues;
 use transom_usage::usage::{Kind, Usage};
-use transom_usage::usage_reader::{Missing, UsageReader};
+use transom_usage::usage_reader::{Missing, Reading, UsageReader};
 
 /// An admitted request whose cost is not known yet. Dropped without a response, as when the client goes away, it keeps its
 /// charges.
 pub struct PendingCost {
-    worker: Rc<WorkerState>,
-    config: Rc<WorkerConfig>,
-    rules_id: RouteRulesId,
-    keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
+    request: Rc<ChargedRequest>,
     /// The rules that have charged and are not settled.
     unsettled: Vec<PendingCharges>,
-    /// Refunds of what the shared store has charged, with the rule.
-    refunds: Vec<(PlanPosition, Refund)>,
-    store_keys: StoreKeys,
     /// `None` before the request is forwarded.
     route: Option<RouteId>,
     /// The model that the request names, if costs depend on it.
@@ -99,13 +93,8 @@ impl PendingCost {
             charges: RuleCharges::of(context, *position),
         };
         Some(Box::new(PendingCost {
-            worker: Rc::clone(by.worker),
-            config: Rc::clone(by.config),
-            rules_id: by.rules_id,
-            keyed_requests: context.inputs.keyed_requests.clone(),
+            request: ChargedRequest::new(by, context, refunds, store_keys()),
             unsettled: charged.map(charges).collect(),
-            refunds: refunds.to_vec(),
-            store_keys: store_keys(),
             route: None,
             model: RequestedModel::Unknown,
             meter: None,
@@ -116,9 +105,21 @@ impl PendingCost {
     /// Notes what a delayed request was charged again in the window in which it passes. Refunds in windows that have ended
     /// have no effect.
     pub fn add_recharge(&mut self, rules: &RouteRules, context: &DecisionContext, refunds: &[(PlanPosition, Refund)]) {
-        self.refunds.extend_from_slice(refunds);
+        self.request.add_refunds(refunds);
         for PendingCharges { rule, charges } in &mut self.unsettled {
             charges.add(context, rules.response_costs.rules[*rule].position);
+        }
+    }
+
+    /// Notes costs for the access log, if the request is logged.
+    pub fn log_costs(&self, record: &mut RequestRecord) {
+        let rules = &self.request.rules().response_costs.rules;
+        let mut stated =
+            self.unsettled.iter().map(|charges| &rules[charges.rule]).filter(|rule| rule.states_cost()).peekable();
+        if stated.peek().is_some()
+            && let Some(log) = record.cost_log()
+        {
+            self.request.log_costs(log, stated.map(|rule| rule.position));
         }
     }
 
@@ -131,14 +132,14 @@ impl PendingCost {
         body_values: Option<Box<BodyValues>>,
     ) {
         self.route = Some(route);
-        if self.config.served.route_rules[self.rules_id].response_costs.counts_bytes {
+        if self.request.rules().response_costs.counts_bytes {
             self.start_meter(request.body_mut());
         }
         if let Some(values) = body_values {
             self.model = RequestedModel::Known(values);
             return;
         }
-        let Some(plan) = &self.config.served.route_rules[self.rules_id].response_costs.model_plan else { return };
+        let Some(plan) = &self.request.rules().response_costs.model_plan else { return };
         // Decoding would cost the gateway more than the client.
         if self.is_settled() || request.headers().contains_key(CONTENT_ENCODING) {
             return;
@@ -155,20 +156,18 @@ impl PendingCost {
     /// The rules that count bytes pass their charges to a meter. The response may still decide whether they count the request.
     #[inline(never)]
     fn start_meter(&mut self, body: &mut RequestBody) {
-        let RouteRules { response_costs, charge_plan, .. } = &self.config.served.route_rules[self.rules_id];
+        let RouteRules { response_costs, charge_plan, .. } = self.request.rules();
         let mut metered = Vec::new();
         self.unsettled.retain_mut(|PendingCharges { rule, charges }| {
             let rule = &response_costs.rules[*rule];
             let Some(cost) = rule.bytes() else { return true };
-            let charged = self.keyed_requests[rule.position].map_or(0, |keyed_request| keyed_request.cost);
-            let reserved = (std::mem::take(charges), charged);
+            let reserved = (std::mem::take(charges), self.request.reserved(rule.position));
             let is_shadow = charge_plan.rule(rule.position).rule.is_shadow();
             metered.push(MeteredRule::new(rule.position, cost, reserved, rule.is_conditional(), is_shadow));
             rule.is_conditional()
         });
         if !metered.is_empty() {
-            let keys = (&self.keyed_requests, &self.store_keys);
-            let meter = ByteMeter::start(&self.worker, &self.config, self.rules_id, keys, &self.refunds, metered);
+            let meter = ByteMeter::start(Rc::clone(&self.request), metered);
             meter.observe_request(body);
             self.meter = Some(meter);
         }
@@ -205,7 +204,7 @@ impl PendingCost {
             return is_changed.then(|| self.fields());
         }
         let (status, headers) = (response.status(), response.headers().clone());
-        let plan = self.config.served.route_rules[self.rules_id].response_costs.reading_plan.as_ref();
+        let plan = self.request.rules().response_costs.reading_plan.as_ref();
         let field = |name| joined(&headers, name);
         let reader =
             plan.map(|plan| UsageReader::new(plan, field(CONTENT_TYPE).as_deref(), field(CONTENT_ENCODING).as_deref()));
@@ -227,13 +226,14 @@ impl PendingCost {
     }
 
     fn fields(&self) -> RateLimitFields {
-        self.config.rate_limit_fields(self.rules_id, &self.keyed_requests, &self.worker.counters)
+        let ChargedRequest { worker, config, rules_id, keyed_requests, .. } = &*self.request;
+        config.rate_limit_fields(*rules_id, keyed_requests, &worker.counters)
     }
 
     /// Settles the rules whose cost is known; `true` if a counter may have changed.
     fn settle_rules(&mut self, response: &ResponseEnd<'_>) -> bool {
-        let config = Rc::clone(&self.config);
-        let response_costs = &config.served.route_rules[self.rules_id].response_costs;
+        let request = Rc::clone(&self.request);
+        let response_costs = &request.rules().response_costs;
         let (mut is_changed, mut missing) = (false, None);
         let mut unsettled = std::mem::take(&mut self.unsettled);
         unsettled.retain(|PendingCharges { rule: id, charges }| {
@@ -272,7 +272,8 @@ impl PendingCost {
             }
             is_changed |= cost.is_some();
             if let Some(cost) = cost {
-                self.worker.counters.settle(self.keys(), rule.position, charges, &self.refunds, cost);
+                request.settle(rule.position, charges, cost);
+                request.log_cost(rule.position, cost.into());
             }
             false
         });
@@ -282,8 +283,7 @@ impl PendingCost {
     }
 
     fn final_cost(&self, rule: &ResponseCostRule, response: &ResponseEnd<'_>) -> FinalCost {
-        let charged = self.keyed_requests[rule.position].map_or(0, |keyed_request| keyed_request.cost);
-        match (rule.final_cost(response, charged), self.forwarding) {
+        match (rule.final_cost(response, self.request.reserved(rule.position)), self.forwarding) {
             (FinalCost::NotCounted, _) => FinalCost::NotCounted,
             (_, Forwarding::NotSent) if rule.refunds_unsent() => FinalCost::Stated(0),
             // The server may act on the request; its own status is not known.
@@ -294,15 +294,19 @@ impl PendingCost {
 
     /// Counts a request that a rule does not count.
     fn record_refund(&self, rule: &ResponseCostRule) {
-        let rule = self.config.served.route_rules[self.rules_id].charge_plan.rules()[rule.position];
-        if let Some(counter) = &self.config.refund_counters[rule] {
+        let rule = self.request.rules().charge_plan.rules()[rule.position];
+        if let Some(counter) = &self.request.config.refund_counters[rule] {
             counter.refunded();
         }
     }
 
-    /// Counts the usage that a body has stated.
+    /// Counts and logs the usage that a body has stated. Other rules may read other members: the log has those of the first.
     fn record_usage(&self, rule: ResponseCostId, usage: &Usage) {
-        if let Some(metrics) = self.route.and_then(|route| self.config.usage_metrics[route].as_ref()) {
+        if let Some(mut log) = self.request.log().filter(|log| log.usage.is_empty()) {
+            let used = Kind::ALL.into_iter().filter(|kind| usage[*kind] > Decimal::ZERO);
+            log.usage.extend(used.map(|kind| (kind.name(), number(usage[kind]))));
+        }
+        if let Some(metrics) = self.route.and_then(|route| self.request.config.usage_metrics[route].as_ref()) {
             let tokens = Kind::ALL.map(|kind| usage[kind].rounded_up().min(u32::MAX.into()));
             metrics.rules[rule].iter().for_each(|kinds| kinds.add(tokens));
         }
@@ -311,9 +315,10 @@ impl PendingCost {
     /// Counts a response without the usage that a rule reads, and logs the reason when it begins. Clients that go away are none.
     #[cold]
     fn record_missing(&self, rule: &ResponseCostRule, missing: Missing) {
-        let served = &self.config.served;
+        let ChargedRequest { worker, config, .. } = &*self.request;
+        let served = &config.served;
         let Some(route) = self.route else { return };
-        if let Some(metrics) = &self.config.usage_metrics[route] {
+        if let Some(metrics) = &config.usage_metrics[route] {
             metrics.missing.add(Missing::ALL.map(|reason| (reason == missing).into()));
         }
         let fix = match missing {
@@ -333,20 +338,19 @@ impl PendingCost {
         };
         let (name, upstream) = (served.route_name(route), served.routes[route].upstream);
         let upstream = upstream.map_or("", |upstream| &served.config.upstreams[upstream].name);
-        let rule = &*served.route_rules[self.rules_id].charge_plan.rule(rule.position).rule.name;
+        let rule = self.request.rule_name(rule.position);
         let (cause, reason) = (format!("usage {} {name}", missing.name()), missing.name());
-        if let Some(suppressed) = self.worker.log_throttle.allow(&cause, self.worker.clock.instant()) {
+        if let Some(suppressed) = worker.log_throttle.allow(&cause, worker.clock.instant()) {
             tracing::warn!(route = name, upstream, rule, reason, suppressed, "a response states no usage: {fix}");
         }
     }
+}
 
-    fn keys(&self) -> RequestKeys<'_> {
-        RequestKeys {
-            charge_plan: &self.config.served.route_rules[self.rules_id].charge_plan,
-            keyed_requests: &self.keyed_requests,
-            store_keys: &self.store_keys,
-        }
-    }
+/// A number of the access log, with its digits after the decimal point.
+fn number(decimal: Decimal) -> Number {
+    let whole = decimal.rounded_up();
+    let fraction = || decimal.to_string().parse().ok().and_then(Number::from_f64);
+    if decimal == Decimal::from(whole) { whole.into() } else { fraction().unwrap_or_else(|| whole.into()) }
 }
 
 /// The lines of a field as one. Several codings in several lines are none that is decoded.
@@ -385,6 +389,9 @@ impl UsageReading {
             RequestedModel::Known(values) => values.model(),
             RequestedModel::Unknown | RequestedModel::Passing(_) => request.as_ref().and_then(|read| read.model()),
         };
+        if let Some(mut log) = self.pending_cost.request.log() {
+            log.model = model.or(reading.as_ref().and_then(Reading::model)).map(str::to_owned);
+        }
         let body = reading.as_ref().map(|reading| BodyEnd { reading, model, bytes: self.bytes, is_aborted });
         let response = ResponseEnd { status: self.status, headers: &self.headers, grpc_status, body: body.as_ref() };
         self.pending_cost.settle_rules(&response)

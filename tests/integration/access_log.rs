@@ -22,7 +22,7 @@ fn lines(file: &Path) -> Vec<Value> {
 }
 
 /// Waits for `count` lines, and checks that there are no more.
-fn wait_for_lines(file: &Path, count: usize) -> Vec<Value> {
+pub fn wait_for_lines(file: &Path, count: usize) -> Vec<Value> {
     eventually("the lines are logged", || fs::read_to_string(file).unwrap_or_default().lines().count() >= count);
     let lines = lines(file);
     assert_eq!(lines.len(), count, "{lines:#?}");

@@ -4,15 +4,17 @@ use std::io::Write as _;
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use serde_json::{Value, json};
 
+use crate::access_log::wait_for_lines;
 use crate::count_when::documented;
 use crate::support::client::{Client, request};
-use crate::support::eventually_eq;
 use crate::support::external_scripts::ScriptServer;
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::Http2Client;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::{Connection, ReceivedRequest, Upstream, reply};
+use crate::support::{TempDir, eventually_eq};
 
 /// 15 tokens of input, 4 of them cached, and 10 of output, 3 of them hidden.
 const CHAT: &str = r#"{"model":"of-the-answer","choices":[{"message":{"content":"\u00e9"}}],"usage":{"prompt_tokens":15,
@@ -91,7 +93,7 @@ fn config(upstream: &Upstream, rules: &[&str]) -> String {
 
 /// The tokens that a rule has counted.
 fn used(gateway: &Gateway, rule: &str) -> u64 {
-    let state = gateway.decision("value", &serde_json::json!({ "rule": rule, "key": "127.0.0.1" })).expect(200).json();
+    let state = gateway.decision("value", &json!({ "rule": rule, "key": "127.0.0.1" })).expect(200).json();
     state["count"].as_u64().unwrap_or_else(|| panic!("{state}"))
 }
 
@@ -329,7 +331,7 @@ fn the_guide_limits_llm_tokens() {
         assert!(ask(key, path, &body).expect(200).body.len() > 9, "{path}");
     }
     let used = |rule: &str, key: &str| {
-        let (query, host) = (serde_json::json!({ "rule": rule, "key": key }).to_string(), gateway.admin.to_string());
+        let (query, host) = (json!({ "rule": rule, "key": key }).to_string(), gateway.admin.to_string());
         let fields = [("Host", host.as_str())];
         let state = Client::connect(gateway.admin).request("POST", "/v1/value", &fields, query.as_bytes());
         state.expect(200).json()["count"].clone()
@@ -346,4 +348,47 @@ fn the_guide_limits_llm_tokens() {
     ask("carol", "/v1/chat/completions", &body).expect(200);
     eventually_eq(|| used("tokens", "carol"), (20 + body.len().div_ceil(4)).into());
     assert_eq!(gateway.metrics().sum("transom_usage_missing_total", &[("reason", "absent")]), 1);
+}
+
+/// The fields of the access log that state what a request cost.
+#[test]
+fn the_access_log_states_costs() {
+    let upstream = upstream();
+    let directory = TempDir::new();
+    let file = directory.path().join("access.log");
+    let rules = [
+        "{ usage = \"auto\", reserve = 30 }",
+        "{ usage = \"auto\", reserve = 20, weights = { input = 1, cached_input = 0.1, output = 4 } }",
+        "{ bytes = \"response\", unit = 100, reserve = 1 }",
+        "2",
+    ];
+    let toml = format!("[access_log]\nfile = {file:?}\n{}", config(&upstream, &rules));
+    let gateway = Gateway::start(&toml);
+    let chat = json!({ "input": 11, "cached_input": 4, "output": 7, "reasoning": 3 });
+    let size = |body: &str| body.len().div_ceil(100);
+    let cases = [
+        ("/chat", json!([25, 52, size(CHAT)]), chat.clone(), json!("of-the-answer")),
+        ("/stream", json!([40, 85, size(STREAM)]), json!({ "input": 25, "output": 15 }), Value::Null),
+        ("/500", json!([0, 0, 1]), Value::Null, Value::Null),
+        // What was seen until then, but at least what was reserved.
+        ("/cut", json!([30, 29, 2]), json!({ "input": 25, "output": 1 }), Value::Null),
+    ];
+    for (path, ..) in &cases {
+        let mut client = gateway.client();
+        client.send(request("GET", path, &[], b""));
+        if *path == "/cut" {
+            client.read_to_end();
+        } else {
+            client.read_response();
+        }
+    }
+    let lines = wait_for_lines(&file, cases.len());
+    for (line, (path, costs, usage, model)) in lines.iter().zip(&cases) {
+        assert_eq!(line["path"], *path);
+        assert_eq!(line["reserved"], json!({ "r0": 30, "r1": 20, "r2": 1 }), "{line}");
+        assert_eq!(line["cost"], json!({ "r0": costs[0], "r1": costs[1], "r2": costs[2] }), "{line}");
+        assert_eq!((&line["usage"], &line["model"]), (usage, model), "{line}");
+        let milliseconds = |name: &str| line[name].as_f64().unwrap_or_else(|| panic!("{line}"));
+        assert!(milliseconds("first_byte_ms") <= milliseconds("duration_ms"), "{line}");
+    }
 }

@@ -185,6 +185,11 @@ impl ResponseCostRule {
         self.refund_on.iter().any(|statuses| statuses.contains(&status.as_u16()))
     }
 
+    /// Whether the response or its bytes state the cost.
+    pub fn states_cost(&self) -> bool {
+        self.stated.is_some()
+    }
+
     /// Whether the body states the cost.
     pub fn reads_usage(&self) -> bool {
         matches!(self.stated, Some(StatedCost::Usage { .. }))
