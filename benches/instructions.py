@@ -3,7 +3,7 @@
 
     apt-get install -y nginx-light nghttp2-client valgrind
     cargo build --release -p transom -p transom-decisions
-    python3 benches/instructions.py            # half a minute; fails if a count is 2 % above the committed one
+    python3 benches/instructions.py            # half a minute; fails if a count is 3 % above the committed one
     python3 benches/instructions.py --profile dist   # likewise requests of the build that `make release` makes
     python3 benches/instructions.py --profile dev    # likewise of the build that `make test` tests
     python3 benches/instructions.py --write    # replaces the committed counts of the profile, in benches/instructions.json
@@ -59,7 +59,7 @@ class Profile:
 
 
 PROFILES = {
-    "release": Profile("release", 2_000, 3, 10_000, 10_000, 0.02),
+    "release": Profile("release", 2_000, 3, 10_000, 10_000, 0.03),
     # `make release` builds the gateway only. Each build has a profile of its own of how the gateway runs.
     "dist": Profile("dist", 2_000, 3, 0, 0, 0.03),
     # Beside the tests of `make test`, gateway and client are interrupted in other places in each run: counts of requests differ by 4 %.

@@ -901,7 +901,11 @@ fn changed_rules_text(RuleChanges { added, removed, recounted }: &RuleChanges) -
     let parts = [("added", added), ("removed", removed), ("with another key or window", recounted)];
     let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
     let parts: Vec<String> = parts.map(|(what, names)| format!("{what}: `{}`", names.join("`, `"))).collect();
-    let begin = if added.is_empty() && recounted.is_empty() { "" } else { "; what is new begins with unused counters" };
+    let begin = if added.is_empty() && recounted.is_empty() {
+        ""
+    } else {
+        "; counts are not carried over to another name, key or window"
+    };
     (!parts.is_empty()).then(|| format!("rules {}{begin}", parts.join("; ")))
 }
 

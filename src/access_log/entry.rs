@@ -39,7 +39,7 @@ pub struct LogEntry {
     #[serde(flatten)]
     pub upstream: Option<UpstreamUse>,
     #[serde(flatten)]
-    pub costs: Option<LoggedCosts>,
+    pub costs: Option<Box<LoggedCosts>>,
     /// The decision of each rule, by its name.
     #[serde(serialize_with = "as_map", skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<(String, RuleDecision)>,
@@ -110,7 +110,7 @@ pub struct UpstreamUse {
 }
 
 /// What a request cost by the rules whose cost its response states, or its bytes are.
-#[derive(Serialize, Clone, Default, Debug)]
+#[derive(Serialize, Default, Debug)]
 pub struct LoggedCosts {
     /// That the request names, or else the response.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -25,7 +25,7 @@ use tokio::time::timeout;
 
 use crate::notify::MarkReader;
 use crate::persistence::counters::Counters;
-use crate::proxy::log_throttle::{LogThrottle, accept_failed};
+use crate::proxy::log_throttle::{LogThrottle, handle_accept_error};
 use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_state::TopKeysQuery;
 use crate::shared_data::SharedDataHandle;
@@ -265,7 +265,7 @@ async fn accept_connections(
             }
             Err(error) => {
                 let message = "accepting connections of an admin or metrics address failed; retrying";
-                accept_failed(error, message, &state.log_throttle, &state.clock).await;
+                handle_accept_error(error, message, &state.log_throttle, &state.clock).await;
             }
         }
     }

@@ -12,7 +12,7 @@ use tokio::net::TcpListener;
 
 use super::connection_setup::{refuse, serve_connection};
 use super::listener_context::{Listener, ListenerProtocol};
-use crate::proxy::log_throttle::accept_failed;
+use crate::proxy::log_throttle::handle_accept_error;
 use transom_config::listen::Listen;
 
 /// Bytes that wait unsent in the kernel for one client, beside those in flight. Without it a client that reads slowly
@@ -261,8 +261,13 @@ pub async fn accept_connections(socket: TcpListener, listener: Rc<Listener>) {
             }
             Some(Err(error)) => {
                 let worker = &context.worker;
-                accept_failed(error, "accepting connections failed; retrying", &worker.log_throttle, &worker.clock)
-                    .await;
+                handle_accept_error(
+                    error,
+                    "accepting connections failed; retrying",
+                    &worker.log_throttle,
+                    &worker.clock,
+                )
+                .await;
             }
         }
     }

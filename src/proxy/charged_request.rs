@@ -80,7 +80,7 @@ impl ChargedRequest {
         self.worker.counters.settle(self.keys(), position, charges, &self.refunds.borrow(), cost);
     }
 
-    /// Notes costs for the access log from now on: what each rule has charged in advance, until more is known.
+    /// Starts the log of costs. The cost of a rule is what it has charged in advance, until more is known.
     pub fn log_costs(&self, log: CostLog, rules: impl Iterator<Item = PlanPosition>) {
         for position in rules {
             let (name, reserved) = (self.rule_name(position), self.reserved(position).into());

@@ -235,7 +235,8 @@ fn respond(
             };
         }
         // The response to an authorization request says nothing about the response to the client.
-        pending_cost = pending_cost.filter(|_| !is_forward_auth);
+        // Dropped before the record, as when the client goes away, so that the access log states what bytes have cost.
+        let mut pending_cost = pending_cost.filter(|_| !is_forward_auth);
         if let Some(pending_cost) = &mut pending_cost {
             pending_cost.log_costs(&mut record);
             pending_cost.begin_forwarding(plan.route, &mut request, body_values);

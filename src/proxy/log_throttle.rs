@@ -52,7 +52,7 @@ impl LogThrottle {
 }
 
 /// Logs an error of `accept`, and waits until the next attempt; neither if the error concerns only one connection.
-pub async fn accept_failed(error: io::Error, message: &'static str, log_throttle: &LogThrottle, clock: &Clock) {
+pub async fn handle_accept_error(error: io::Error, message: &'static str, log_throttle: &LogThrottle, clock: &Clock) {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
     if matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted) {
         return;

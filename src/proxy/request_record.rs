@@ -209,8 +209,9 @@ impl RequestRecord {
         }
     }
 
-    /// Where the costs of the request are noted. `None` for a request that is neither logged nor traced.
+    /// Where the costs of the request are noted. `None` without an access log.
     pub fn cost_log(&mut self) -> Option<CostLog> {
+        self.config.access_log.as_ref()?;
         Some(Rc::clone(self.log.as_mut()?.costs.get_or_insert_default()))
     }
 
@@ -381,7 +382,9 @@ impl RequestRecord {
 
     pub fn add_bytes_sent(&mut self, bytes: usize) {
         self.bytes += bytes as u64;
-        if let Some(costs) = self.log.as_ref().and_then(|log| log.costs.as_ref()) {
+        if bytes > 0
+            && let Some(costs) = self.log.as_ref().and_then(|log| log.costs.as_ref())
+        {
             let took = || self.worker.clock.instant().duration_since(self.started.instant);
             costs.borrow_mut().first_byte.get_or_insert_with(took);
         }
@@ -519,7 +522,7 @@ impl PendingEntry {
         if let Some(upload) = self.upload {
             entry.bytes_received = upload.received_bytes.get();
         }
-        entry.costs = self.costs.map(|costs| costs.borrow().clone());
+        entry.costs = self.costs.map(|costs| Box::new(costs.take()));
         let mut traced = Vec::new();
         entry.upstream = self.forwarded.map(|forwarded| {
             let upstream = &config.served.config.upstreams[forwarded.upstream];

@@ -87,10 +87,10 @@ impl WebSocketHandshake {
 /// A tunnel with the record of its request. Its client side is attached when the response that opens it has been sent.
 pub struct TunnelSession {
     tunnel: Tunnel,
+    /// If a rule counts bytes. Dropped before the record, so that the access log states what they have cost.
+    meter: Option<Rc<ByteMeter>>,
     record: RequestRecord,
     idle_timeout: Duration,
-    /// If a rule counts bytes.
-    meter: Option<Rc<ByteMeter>>,
 }
 
 impl TunnelSession {

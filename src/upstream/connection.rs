@@ -155,7 +155,7 @@ impl ConnectionError {
     }
 
     /// Whether the connection ended before the head of a response.
-    fn is_closed_without_response(&self) -> bool {
+    pub fn is_closed_without_response(&self) -> bool {
         match self {
             ConnectionError::Http1(error) => matches!(error, Http1Error::Unusable | Http1Error::Closed),
             ConnectionError::Http2(error) => http2::is_connection_lost(error),

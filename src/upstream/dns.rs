@@ -8,6 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::net::lookup_host;
@@ -26,10 +27,10 @@ pub struct Resolver {
     /// The host is an IP address and is not resolved.
     is_literal: bool,
     addresses: RefCell<Vec<SocketAddr>>,
-    /// A connection to a known address was of no use.
+    /// A connection to a known address has failed after it was opened.
     is_suspect: Cell<bool>,
     /// One task at a time resolves the name after a failure.
-    turn: Semaphore,
+    turn: Arc<Semaphore>,
     /// Look-ups that have ended.
     look_ups: Cell<u64>,
     /// When the name was last resolved.
@@ -52,7 +53,7 @@ impl Resolver {
             is_literal: address.is_some(),
             addresses: RefCell::new(address.into_iter().collect()),
             is_suspect: Cell::new(false),
-            turn: Semaphore::new(1),
+            turn: Arc::new(Semaphore::new(1)),
             look_ups: Cell::new(0),
             looked_up_at: Cell::new(None),
             next_address: Cell::new(0),
@@ -68,8 +69,7 @@ impl Resolver {
         if self.addresses.borrow().is_empty() {
             self.look_up().await?;
         } else if self.is_suspect.take() {
-            // On an error, the known addresses stay valid.
-            let _ = timeout(LOOK_UP_TIMEOUT, self.look_up()).await;
+            self.resolve_again().await;
         } else if self.is_stale() {
             self.refresh();
         }
@@ -89,25 +89,33 @@ impl Resolver {
 
     /// Resolves the name again after these addresses have failed, unless another task has just done so, and returns the addresses
     /// that are new.
-    pub async fn new_addresses(&self, failed: &[SocketAddr]) -> Vec<SocketAddr> {
+    pub async fn new_addresses(self: &Rc<Self>, failed: &[SocketAddr]) -> Vec<SocketAddr> {
         if self.is_literal {
             return Vec::new();
         }
-        let look_ups = self.look_ups.get();
-        let looking_up = timeout(LOOK_UP_TIMEOUT, async {
-            let _turn = self.turn.acquire().await;
-            if self.look_ups.get() == look_ups {
-                // On an error, the known addresses stay valid.
-                let _ = self.look_up().await;
-            }
-        });
-        if looking_up.await.is_err() {
-            self.mark_suspect();
-        }
+        self.resolve_again().await;
         self.addresses.borrow().iter().filter(|address| !failed.contains(address)).copied().collect()
     }
 
-    /// A connection was of no use, because its address leads nowhere or to another server: resolves the name before the next one.
+    /// Resolves the name, unless another task has just done so. A look-up that takes longer than the wait goes on, and its result is
+    /// used later. On an error, the known addresses stay valid.
+    async fn resolve_again(self: &Rc<Self>) {
+        let look_ups = self.look_ups.get();
+        let looking_up = async {
+            let Ok(turn) = Arc::clone(&self.turn).acquire_owned().await else { return };
+            if self.look_ups.get() == look_ups {
+                let resolver = Rc::clone(self);
+                let task = tokio::task::spawn_local(async move {
+                    let _turn = turn;
+                    resolver.look_up().await
+                });
+                let _ = task.await;
+            }
+        };
+        let _ = timeout(LOOK_UP_TIMEOUT, looking_up).await;
+    }
+
+    /// A connection has failed after it was opened, since its address leads to another server: resolves the name before the next one.
     pub fn mark_suspect(&self) {
         self.is_suspect.set(!self.is_literal);
     }

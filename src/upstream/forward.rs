@@ -420,7 +420,7 @@ impl Forwarder {
         error: ConnectionError,
         reused: bool,
     ) -> NextStep {
-        if !reused && !error.is_of_request_body() {
+        if !reused && error.is_closed_without_response() {
             self.load_balancer.servers()[attempt.choice.server].pool.mark_suspect();
         }
         if let Some(unsent) = connection.take_unsent() {

@@ -195,7 +195,7 @@ impl ConnectionPool {
         }
     }
 
-    /// A new connection was of no use: the server may have moved. The name is resolved before the next connection.
+    /// A new connection has failed after it was opened: the server may have moved. The name is resolved before the next connection.
     pub fn mark_suspect(&self) {
         self.connector.resolver.mark_suspect();
     }
@@ -259,6 +259,8 @@ impl ConnectionPool {
             if let Err(error) = connection.wait_for_stream_limit().await {
                 // Nothing was sent. A Unix socket has no other address.
                 let Some(address) = connection.address else { return Err(error) };
+                // Its task may not have ended yet, and it must not be taken again.
+                connection.retire();
                 failed.add(&[address], error);
                 continue;
             }

@@ -76,9 +76,13 @@ fn changed_rules_are_logged() {
     process.wait_for_applied_reloads(1);
     assert!(!process.stderr().contains("counters"), "{}", process.stderr());
     process.write_config(&rule(20).replace("rules.r", "rules.s").replace("\"r\"", "\"s\""));
-    process.wait_for_stderr("rules added: `s`; removed: `r`; what is new begins with unused counters\n");
+    process.wait_for_stderr(
+        "rules added: `s`; removed: `r`; counts are not carried over to another name, key or window\n",
+    );
     process.write_config(&rule(20).replace("rules.r", "rules.s").replace("\"r\"", "\"s\"").replace("366d", "365d"));
-    process.wait_for_stderr("rules with another key or window: `s`; what is new begins with unused counters\n");
+    process.wait_for_stderr(
+        "rules with another key or window: `s`; counts are not carried over to another name, key or window\n",
+    );
     process.write_config("[[routes]]\npath = \"/\"\nrespond = { status = 204 }\n");
     process.wait_for_stderr("rules removed: `s`\n");
 }

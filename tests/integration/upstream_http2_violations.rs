@@ -4,8 +4,11 @@
 //! The h2 library detects these errors. Two of its reactions differ from the RFC, and it does not detect one error; each is
 //! marked, and none of them forwards malformed data to a client.
 
+use std::io::Read as _;
+use std::net::{Ipv4Addr, TcpListener};
 use std::sync::Mutex;
 use std::sync::mpsc;
+use std::thread;
 
 use crate::support::client::{HOST, request};
 use crate::support::forward_all;
@@ -170,4 +173,22 @@ fn a_request_with_pseudo_header_fields_in_its_trailers_is_reset() {
     raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &header_block(&[(":path", "/admin"), ("x-end", "9")])));
     assert_eq!(raw.read_until(RST_STREAM).code(), PROTOCOL_ERROR);
     assert!(upstream.received().is_empty(), "the request is incomplete");
+}
+
+/// A worker that took the failed connection again would not get to its end.
+#[test]
+fn a_connection_reset_before_its_settings_is_not_tried_again() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        // With bytes that nobody has read, the kernel resets a connection that is closed.
+        listener.incoming().for_each(|stream| drop(stream.unwrap().read_exact(&mut [0; 10])));
+    });
+    let toml = format!(
+        "workers = 1\n[timeouts]\nconnect = \"1h\"\n[upstreams.u]\nservers = [\"http://{address}\"]\nprotocol = \"http2\"\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"
+    );
+    let gateway = Gateway::start(&toml);
+    gateway.client().get("/a").expect(502);
+    gateway.client().get("/b").expect(502);
 }

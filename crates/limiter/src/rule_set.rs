@@ -348,7 +348,7 @@ impl RuleSet {
         None
     }
 
-    /// How the rules differ from those of `former`. New rules, keys and windows have unused counters.
+    /// How the rules differ from those of `former`. Another name, key or window has counters of its own.
     pub fn changes_since(&self, former: &RuleSet) -> RuleChanges {
         let mut changes = RuleChanges::default();
         for compiled in &self.rules {
