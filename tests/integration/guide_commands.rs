@@ -5,12 +5,14 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use transom_limiter::secret_digest::Digest;
 
 use crate::support::client::Client;
+use crate::support::external_servers::faketime;
 use crate::support::process::{BINARY, Process, ProcessGroup, run, signal};
 use crate::support::ratelimit_parser::items;
 use crate::support::redis::free_port;
@@ -157,6 +159,12 @@ fn the_guide_to_selling_an_api_is_a_story_that_works() {
     let checked = next(scratch.path());
     assert!(checked.contains("gateway.toml: fine: "), "{checked}");
     let mut command = Command::new(BINARY);
+    // A minute has just begun, so that its window does not end during the story.
+    let second = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() % 60;
+    command
+        .env("LD_PRELOAD", faketime())
+        .env("FAKETIME", format!("-{second}s"))
+        .env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
     command.current_dir(scratch.path());
     let process = Process::spawn_command(command, &toml, scratch);
     let folder = process.scratch.path();

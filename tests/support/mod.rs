@@ -81,10 +81,16 @@ pub fn pauses() -> impl Iterator<Item = Duration> {
 
 /// Waits until a condition holds, and fails if the condition does not hold within [`DEADLINE`].
 #[track_caller]
-pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+pub fn eventually(what: &str, holds: impl FnMut() -> bool) {
+    eventually_within(DEADLINE, what, holds);
+}
+
+/// Likewise with another deadline.
+#[track_caller]
+pub fn eventually_within(deadline: Duration, what: &str, mut holds: impl FnMut() -> bool) {
     let (start, mut pauses) = (Instant::now(), pauses());
     while !holds() {
-        assert!(start.elapsed() < DEADLINE, "not within {DEADLINE:?}: {what}");
+        assert!(start.elapsed() < deadline, "not within {deadline:?}: {what}");
         thread::sleep(pauses.next().unwrap());
     }
 }

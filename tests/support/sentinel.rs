@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use redis::ConnectionAddr;
 
 use super::redis::{RedisServer, free_port, reply_text};
-use super::{TempDir, eventually, external_servers};
+use super::{DEADLINE, TempDir, eventually, eventually_within, external_servers};
 
 /// The name of the master for the sentinels and in the gateway's configuration.
 pub const MASTER: &str = "counts";
@@ -57,7 +57,8 @@ impl Sentinels {
 
     /// Waits until the replica is the master.
     pub fn wait_for_failover(&self, replica: &RedisServer) {
-        eventually("the replica is promoted", || {
+        // After a pause of two seconds, as on a busy machine, sentinels do nothing for 30 seconds ("tilt").
+        eventually_within(4 * DEADLINE, "the replica is promoted", || {
             self.master() == Some(replica.port) && replica.cli(&["ROLE"]).starts_with("master")
         });
     }
