@@ -677,6 +677,7 @@ mod tests {
             ("{client_ip}", Some(format!("`{{client_ip}}` in `body` is sent literally: {KNOWN}"))),
             ("%[src]", Some(format!("`%[src]` in `body` is sent literally: {KNOWN}"))),
             ("$5, $price, $http, {a: {host: 1}}, {request_id} {, 100 %", None),
+            ("%D0%BD_%D0%BE, %C3%BC_%C3%A4", None),
         ] {
             let found = messages_of_rule(&format!("windows = [\"5/minute\"]\nbody = '{body}'"));
             let notes: Vec<&str> = found.iter().filter_map(|message| message.strip_prefix("r: note: ")).collect();

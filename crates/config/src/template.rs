@@ -244,8 +244,8 @@ pub fn find_format_variable(text: &str) -> Option<(&str, &'static str, Option<&'
             Some(inner) => (inner.find(']')? + 2, "HAProxy"),
             None => {
                 let name = rest.find(|c: char| !c.is_ascii_uppercase() && c != '_')?;
-                // Not the percent-encoding of a byte.
-                let is_name = name > 2 && rest[..name].contains(|c: char| !c.is_ascii_hexdigit());
+                // Not the percent-encoding of a byte, as in `%BD_%`.
+                let is_name = name > 2 && !rest[..2].bytes().all(|byte| byte.is_ascii_hexdigit());
                 let end = if rest[name..].starts_with('(') { name + rest[name..].find(')')? + 1 } else { name };
                 (end + rest[end..].starts_with('%').then_some(1).filter(|_| is_name)?, "Envoy")
             }
