@@ -221,9 +221,10 @@ pub fn report_unreachable_layers(item: &Item, layers: &[Limit], report: &mut Rep
 
 /// The fix for a text that is not a limit.
 fn limit_fix(text: &str, error: LimitError) -> String {
-    let seconds = text.split_once('/').filter(|(_, period)| Period::parse(&format!("{}s", period.trim())).is_ok());
-    if let Some((tokens, seconds)) =
-        seconds.and_then(|(amount, period)| Some((guess_tokens(amount.trim())?, period.trim())))
+    let parts = text.split_once('/').map(|(amount, period)| (guess_tokens(amount.trim()), period.trim()));
+    if let Some((Some(tokens), seconds)) = parts
+        && seconds.bytes().all(|byte| byte.is_ascii_digit())
+        && Limit::parse(&format!("{tokens}/{seconds}s")).is_ok()
     {
         return format!("write `\"{tokens}/{seconds}s\"`, if seconds are meant");
     }
@@ -653,6 +654,11 @@ mod tests {
             ("2m/hour", "write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
             ("1,5k/hour", "write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
             ("1.5/hour", "write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
+            ("10/60", "write `\"10/60s\"`, if seconds are meant"),
+            ("100 / 15m", "write `\"100/15m\"`"),
+            ("100req/15m", "write `\"100/15m\"`"),
+            ("1k/30m", "write `\"1000/30m\"`"),
+            ("0/10", "a limit is at least `1`"),
             ("9999999k/hour", "write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
             ("0/minute", "a limit is at least `1`"),
             ("5/1ms", "the shortest period is `10ms`"),
