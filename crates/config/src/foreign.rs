@@ -114,7 +114,7 @@ const SETTINGS: [(&[&str], &str, &str); 87] = [
         "write `upstream = \"NAME\"`, and `[upstreams.NAME]` with `servers`",
     ),
     (&["location", "uri", "prefix", "match", "path_prefix"], "path", "write `path = \"/api/{*rest}\"`"),
-    (&["rule", "acl"], "path", "write `path = \"/api/{*rest}\"`, and `host`, `methods` or `headers` where they matter"),
+    (&["acl"], "path", "write `path = \"/api/{*rest}\"`, and `host`, `methods` or `headers` where they matter"),
     (&["server_name", "domains", "domain", "vhost", "hostnames"], "host", "write it as `host`"),
     (&["plans", "plan", "tiers"], "rules", "write `[rules.NAME.plans.PLAN]`, then its `windows`"),
     (&["tiers", "levels"], "plans", "write `[rules.NAME.plans.PLAN]`, then its `windows`"),

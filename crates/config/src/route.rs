@@ -264,8 +264,13 @@ pub fn read_routes(item: Option<Item>, context: &RouteContext, report: &mut Repo
     routes.into_iter().map(|route| route.route).collect()
 }
 
-/// The fixes for prefixes in the words of other products.
+/// The fixes for prefixes and matchers in the words of other products.
 fn suggest_path(table: &mut Table) {
+    // As in Traefik: `rule = "PathPrefix(`/api`)"`. A name alone is meant for `rules`.
+    if table.given("rule").is_some_and(|item| item.value.as_str().is_some_and(|text| text.contains('('))) {
+        let fix = "write `path = \"/api/{*rest}\"`, and `host`, `methods` or `headers` where they matter";
+        table.suggest_for("rule", "path", fix);
+    }
     for key in ["location", "prefix", "path_prefix", "match", "uri"] {
         let Some(Item { value: DeValue::String(prefix), .. }) = table.given(key) else { continue };
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "/-_.~".contains(c);
