@@ -140,6 +140,17 @@ impl<'d> Table<'d> {
         self.common_mistakes.push(CommonMistake { key: key.to_owned(), meant, fix: fix.into() });
     }
 
+    /// The fix for a key with which other products turn off what the table describes: `enabled = false` or `disabled = true`.
+    pub fn suggest_for_off(&mut self, meant: &'static str, fix: &str) {
+        for (key, off) in
+            [("enabled", false), ("enable", false), ("active", false), ("disabled", true), ("disable", true)]
+        {
+            if self.given(key).is_some_and(|item| item.switch() == Some(off)) {
+                self.suggest_for(key, meant, fix);
+            }
+        }
+    }
+
     /// The value of a key that was read before.
     pub fn given(&self, key: &str) -> Option<Item<'d>> {
         self.entries.get_key_value(key).map(|(key, value)| item(key, value))
@@ -384,6 +395,17 @@ impl<'d> Item<'d> {
             DeValue::Boolean(flag) => !flag,
             DeValue::String(text) => OFF_WORDS.contains(&text.trim().to_ascii_lowercase().as_str()),
             _ => false,
+        }
+    }
+
+    /// The boolean that the value means in other formats.
+    fn switch(&self) -> Option<bool> {
+        match self.value {
+            DeValue::Boolean(flag) => Some(*flag),
+            DeValue::Integer(number) => parse_boolean(number.as_str()),
+            DeValue::String(_) if self.is_off() => Some(false),
+            DeValue::String(text) => parse_boolean(text),
+            _ => None,
         }
     }
 
