@@ -7,7 +7,7 @@ use super::diagnostics::Span;
 
 /// Names of other products (in lower case, with `_` for `-`), the setting that is meant, and the fix. A row applies to tables
 /// that have this setting; one without a setting applies to all others.
-const SETTINGS: [(&[&str], &str, &str); 87] = [
+const SETTINGS: [(&[&str], &str, &str); 88] = [
     (
         &[
             "location",
@@ -305,8 +305,9 @@ const SETTINGS: [(&[&str], &str, &str); 87] = [
         "write the servers of a cluster as a list: `redis = [\"redis://127.0.0.1:7000\", \"redis://127.0.0.1:7001\"]`",
     ),
     (&["jwks", "jwks_uri", "jwksuri", "jwk_url"], "jwks_url", "write it as `jwks_url`"),
+    (&["secret", "secret_file"], "jwks_url", "write `keys = [{ algorithm = \"HS256\", secret_file = \"FILE\" }]`"),
     (
-        &["secret", "algorithm", "algorithms", "public_key", "key", "alg"],
+        &["algorithm", "algorithms", "public_key", "public_key_file", "key", "alg"],
         "jwks_url",
         "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`",
     ),
