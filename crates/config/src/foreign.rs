@@ -7,7 +7,7 @@ use super::diagnostics::Span;
 
 /// Names of other products (in lower case, with `_` for `-`), the setting that is meant, and the fix. A row applies to tables
 /// that have this setting; one without a setting applies to all others.
-const SETTINGS: [(&[&str], &str, &str); 88] = [
+const SETTINGS: [(&[&str], &str, &str); 91] = [
     (
         &[
             "location",
@@ -140,7 +140,9 @@ const SETTINGS: [(&[&str], &str, &str); 88] = [
         "write `drain = \"30s\"` in `[timeouts]`",
     ),
     (&["timeout", "deadline", "grace_period"], "delay", "write `drain = \"30s\"` in `[timeouts]`"),
-    (&["body", "body_size"], "max_body", "write it as `max_body`, such as `\"10MiB\"`"),
+    (&["body_size"], "max_body", "write it as `max_body`, such as `\"10MiB\"`"),
+    (&["body"], "request_fields", "write it as `max_body`, such as `\"10MiB\"`"),
+    (&["body", "content_type"], "respond", "write `respond = { status = 200, body = \"TEXT\" }`"),
     (&["code", "status_code"], "status", "write it as `status`"),
     (
         &["domain", "descriptors"],
@@ -345,7 +347,12 @@ const SETTINGS: [(&[&str], &str, &str); 88] = [
     (&["queue", "queue_size"], "max_waiting", "write `max_waiting = 100`, and `on_limit = \"delay\"`"),
     (&["max_wait", "queue_timeout", "wait"], "max_delay", "write `max_delay = \"5s\"`, and `on_limit = \"delay\"`"),
     (&["enabled", "disabled", "active"], "on_limit", "remove it: a rule is in effect on the routes that name it"),
-    (&["weight"], "cost", "write `cost = 2`"),
+    (&["weight"], "on_limit", "write `cost = 2`"),
+    (
+        &["weight", "weights"],
+        "strip_prefix",
+        "write `servers = [{ url = \"http://127.0.0.1:9001\", weight = 3 }]` in `[upstreams.NAME]`",
+    ),
     (
         &["header"],
         "request-header",
