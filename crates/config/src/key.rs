@@ -299,21 +299,22 @@ const FOREIGN_KINDS: [(&str, &[&str]); 4] = [
     ("jwt", &["jwt_claim_", "jwt ", "jwt.", "claim:", "claims."]),
 ];
 /// Fields with the address of a client, which `trusted_proxies` evaluates.
-const ADDRESS_FIELDS: [&str; 4] = ["x-forwarded-for", "x-real-ip", "http_x_forwarded_for", "http_x_real_ip"];
+const ADDRESS_FIELDS: [&str; 2] = ["x-forwarded-for", "x-real-ip"];
 
 /// The fix for variables of nginx, fetches of HAProxy and placeholders of Caddy, and for several parts in one text.
 fn foreign_fix(text: &str) -> Option<String> {
     let bare = text.trim_start_matches(['$', '{', '%', '[']).trim_end_matches(['}', ']']);
-    if ADDRESS_FIELDS.contains(&bare.to_ascii_lowercase().as_str()) {
+    if is_address_field(bare) {
         return Some(
-            "write `\"ip\"`: behind `trusted_proxies`, it is the address that they name in `X-Forwarded-For`"
-                .to_owned(),
+            "write `\"ip\"`: with `trusted_proxies`, it is the address that they name in `X-Forwarded-For`".to_owned(),
         );
     }
     if let Some(bits) = bare.strip_prefix("ip/").filter(|bits| parse_part(&format!("ip-prefix:{bits}")).is_ok()) {
         return Some(format!("did you mean `\"ip-prefix:{bits}\"`?"));
     }
-    if let Some(part) = foreign_part(bare) {
+    // These stand between several variables, although names of fields may contain them.
+    let is_one = !bare.contains(['$', '+', '|']);
+    if let Some(part) = foreign_part(bare).filter(|_| is_one) {
         return Some(format!("did you mean `\"{part}\"`?"));
     }
     let words = text.split(['$', '{', '}', '%', '[', ']', ',', '+', '|', ' ']).filter(|word| !word.is_empty());
@@ -321,8 +322,13 @@ fn foreign_fix(text: &str) -> Option<String> {
     if words.len() < 2 {
         return None;
     }
-    let known = |word: &str| if parse_part(word).is_ok() { Some(word.to_owned()) } else { foreign_part(word) };
-    let parts: Vec<String> = words.into_iter().map(known).collect::<Option<_>>()?;
+    let known = |word: &str| match word {
+        _ if parse_part(word).is_ok() => Some(word.to_owned()),
+        _ if is_address_field(word) => Some("ip".to_owned()),
+        _ => foreign_part(word),
+    };
+    let mut parts: Vec<String> = words.into_iter().map(known).collect::<Option<_>>()?;
+    parts.dedup();
     Some(format!("write a list: `[\"{}\"]`", parts.join("\", \"")))
 }
 
@@ -332,13 +338,30 @@ fn foreign_part(word: &str) -> Option<String> {
     if let Some((part, _)) = FOREIGN_PARTS.iter().find(|(_, names)| names.contains(&lower.as_str())) {
         return Some((*part).to_owned());
     }
+    let (kind, name) = foreign_name(word)?;
+    let part = format!("{kind}:{name}");
+    parse_part(&part).is_ok().then_some(part)
+}
+
+/// The kind and the name of the part that a word of another product means.
+fn foreign_name(word: &str) -> Option<(&'static str, String)> {
+    let lower = word.to_ascii_lowercase();
     let (kind, begin) = FOREIGN_KINDS.iter().find_map(|(kind, begins)| {
         begins.iter().find(|begin| lower.starts_with(*begin)).map(|begin| (*kind, *begin))
     })?;
     let name = word[begin.len()..].trim_end_matches(')').trim();
     let name = if begin == "http_" { lower[begin.len()..].replace('_', "-") } else { name.to_owned() };
-    let part = format!("{kind}:{name}");
-    parse_part(&part).is_ok().then_some(part)
+    Some((kind, name))
+}
+
+/// Whether a word is or names a field of [`ADDRESS_FIELDS`]. Clients can forge it.
+fn is_address_field(word: &str) -> bool {
+    let name = match foreign_name(word) {
+        Some(("header", name)) => name,
+        Some(_) => return false,
+        None => word.to_owned(),
+    };
+    ADDRESS_FIELDS.contains(&name.to_ascii_lowercase().as_str())
 }
 
 /// Parses one part. Prefixes of addresses may be [`PREFIX_NOT_STATED`].
