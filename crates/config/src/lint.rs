@@ -102,6 +102,7 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
         rules_of_responses(config).into_iter().chain(rules_of_bodies(config)).chain(paths_with_variants(config));
     let notes = notes.chain(credentials_with_scheme(config)).chain(subjects_in_clear(config)).chain(in_store(config));
     let notes = notes.chain(config.routes.iter().filter_map(literal_in_response));
+    let notes = notes.chain(config.routes.iter().flat_map(literals_in_texts));
     messages.extend(notes.map(LintMessage::note));
     let shown = |LintMessage { text, kind }| LintMessage { text: config.hidden.removed_from(text), kind };
     messages.into_iter().map(shown).collect()
@@ -246,6 +247,14 @@ fn literal_in_response(route: &Route) -> Option<String> {
         quoted(written),
         quoted(&route.name)
     ))
+}
+
+/// Notes what looks like a variable of another product in texts of a route.
+fn literals_in_texts(route: &Route) -> impl Iterator<Item = String> {
+    route.actions.iter().flat_map(|actions| actions.texts()).filter_map(move |(place, text)| {
+        let (written, fix) = text.foreign_variable()?;
+        Some(format!("{} in `{place}` of the route {} is sent literally: {fix}", quoted(written), quoted(&route.name)))
+    })
 }
 
 /// Notes an API key that begins with the scheme of `Authorization`: every spelling of the scheme is another key.
@@ -696,6 +705,30 @@ mod tests {
             };
             assert_eq!(messages_of(&route), Vec::from_iter(written.map(note)), "{body}");
         }
+    }
+
+    #[test]
+    fn what_looks_like_a_variable_in_texts_of_routes_is_noted() {
+        const KNOWN: &str = "the variables are `{client_ip}`, `{scheme}`, `{host}`, `{authority}`, `{method}`, `{path}`, \
+                             `{query}`, `{uri}`, `{route}`, `{client}` and `{plan}`";
+        for (text, expected) in [
+            ("%[src]", Some("`%[src]` in `x-a` of the route `r` is sent literally: write `{client_ip}`".to_owned())),
+            (
+                "%REQ(:PATH)%",
+                Some("`%REQ(:PATH)%` in `x-a` of the route `r` is sent literally: write `{uri}`".to_owned()),
+            ),
+            ("by %NAME% of {host}", Some(format!("`%NAME%` in `x-a` of the route `r` is sent literally: {KNOWN}"))),
+            ("{host} $status", Some(format!("`$status` in `x-a` of the route `r` is sent literally: {KNOWN}"))),
+            ("$5, $price, 100 %, %, %[, %ABC, %D0%BD_%D0%BE, %C3%BC_%C3%A4", None),
+        ] {
+            let route = format!(
+                "[[routes]]\nname = \"r\"\npath = \"/\"\nrespond = {{ status = 200 }}\n\
+                 response_headers = {{ set = {{ x-a = '{text}' }} }}\n"
+            );
+            assert_eq!(messages_of(&route), Vec::from_iter(expected.map(|text| format!("note: {text}"))), "{text}");
+        }
+        let route = "[[routes]]\nname = \"r\"\npath = \"/\"\nredirect = { to = \"https://a.example/$pid\" }\n";
+        assert_eq!(messages_of(route), [format!("note: `$pid` in `to` of the route `r` is sent literally: {KNOWN}")]);
     }
 
     #[test]

@@ -178,13 +178,18 @@ pub struct Actions {
 impl Actions {
     /// Whether a text tells whose request it is.
     pub fn name_client(&self) -> bool {
+        self.texts().any(|(_, text)| text.names_client())
+    }
+
+    /// The texts with variables, each with its field, or with `to` of a redirect.
+    pub fn texts(&self) -> impl Iterator<Item = (&str, &Template)> {
         let target = match &self.response {
-            Some(LocalResponse::Redirect { to, .. }) => Some(to),
+            Some(LocalResponse::Redirect { to, .. }) => Some(("to", to)),
             Some(LocalResponse::Respond { .. }) | None => None,
         };
         let fields = [&self.request_fields, &self.response_fields].into_iter();
-        let texts = fields.flat_map(|fields| fields.set.iter().chain(&fields.add)).map(|(_name, text)| text);
-        texts.chain(target).any(Template::names_client)
+        let fields = fields.flat_map(|fields| fields.set.iter().chain(&fields.add));
+        fields.map(|(name, text)| (name.as_str(), text)).chain(target)
     }
 }
 

@@ -93,7 +93,20 @@ const CADDY: [(&str, &[&str]); 7] = [
 ];
 
 /// Other variables of nginx.
-const NGINX_NAMES: [&str; 26] = [
+const NGINX_NAMES: [&str; 9] = [
+    "hostname",
+    "https",
+    "request",
+    "request_body",
+    "request_completion",
+    "request_filename",
+    "request_id",
+    "request_length",
+    "request_time",
+];
+
+/// Variables of nginx whose names may as well be literal words.
+const NGINX_WORDS: [&str; 17] = [
     "body_bytes_sent",
     "bytes_sent",
     "connection",
@@ -102,8 +115,6 @@ const NGINX_NAMES: [&str; 26] = [
     "date_gmt",
     "date_local",
     "document_root",
-    "hostname",
-    "https",
     "is_args",
     "limit_conn_status",
     "limit_rate",
@@ -112,13 +123,6 @@ const NGINX_NAMES: [&str; 26] = [
     "nginx_version",
     "pid",
     "realpath_root",
-    "request",
-    "request_body",
-    "request_completion",
-    "request_filename",
-    "request_id",
-    "request_length",
-    "request_time",
     "status",
 ];
 
@@ -149,6 +153,14 @@ impl Template {
         self.0.iter().any(|part| matches!(part, TemplatePart::Variable(Variable::Client | Variable::Plan)))
     }
 
+    /// What looks like a variable of another product and is sent literally, and what to write instead.
+    pub fn foreign_variable(&self) -> Option<(&str, String)> {
+        self.0.iter().find_map(|part| match part {
+            TemplatePart::Literal(text) => foreign_variable(text),
+            TemplatePart::Variable(_) => None,
+        })
+    }
+
     /// Reads a template; `{{` and `}}` stand for literal braces. `path` is the path of the route, unless it is invalid.
     pub fn read(written: &SpannedString, path: Option<&PathPattern>, report: &mut Report) -> Option<Template> {
         report.accept(written.span.clone(), parse(&written.text, path)).map(Template)
@@ -160,14 +172,7 @@ fn parse(text: &str, path: Option<&PathPattern>) -> Parsed<Vec<TemplatePart>> {
         let message = format!("a header field cannot contain {}", quoted(&c.to_string()));
         return Err((message, "write it on one line, without control characters".to_owned()));
     }
-    if let Some((written, product, meant)) = find_format_variable(text) {
-        let fix = match meant {
-            Some(meant) => format!("write `{meant}`"),
-            None => format!("remove it; the variables are {}", known_variables()),
-        };
-        return Err((format!("{} is a variable of {product}, which would be sent literally", quoted(written)), fix));
-    }
-    if let Some((written, name)) = find_nginx_variable(text) {
+    if let Some((written, name)) = nginx_variables(text).find(|(_, name)| !NGINX_WORDS.contains(name)) {
         let meant = NGINX.iter().find(|(_, names)| names.contains(&name));
         let fix = match (meant, name) {
             (Some((meant, _)), _) => format!("write `{meant}`"),
@@ -221,38 +226,54 @@ pub fn split_variables<V>(
     Ok(pieces)
 }
 
-/// The first variable of nginx in a text, such as `$remote_addr` or `${host}`, and its name.
+/// What looks like a variable of another product in a literal, and what to write instead.
+fn foreign_variable(text: &str) -> Option<(&str, String)> {
+    let (written, meant) = find_format_variable(text).or_else(|| Some((find_nginx_variable(text)?.0, None)))?;
+    let fix = match meant {
+        Some(meant) => format!("write `{meant}`"),
+        None => format!("the variables are {}", known_variables()),
+    };
+    Some((written, fix))
+}
+
+/// The first variable of nginx in a text, and its name.
 pub fn find_nginx_variable(text: &str) -> Option<(&str, &str)> {
-    text.match_indices('$').find_map(|(at, _)| {
+    nginx_variables(text).next()
+}
+
+/// The variables of nginx in a text, such as `$remote_addr` or `${host}`, each with its name.
+fn nginx_variables(text: &str) -> impl Iterator<Item = (&str, &str)> {
+    text.match_indices('$').filter_map(move |(at, _)| {
         let (start, close) = if text[at + 1..].starts_with('{') { (at + 2, 1) } else { (at + 1, 0) };
         let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
         let end = text[start..].find(|c| !is_name(c)).map_or(text.len(), |length| start + length);
         let name = &text[start..end];
         let is_known = NGINX_NAMES.contains(&name)
+            || NGINX_WORDS.contains(&name)
             || NGINX.iter().any(|(_, names)| names.contains(&name))
             || NGINX_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
         is_known.then(|| (text.get(at..end + close).unwrap_or(&text[at..]), name))
     })
 }
 
-/// The first variable of HAProxy, such as `%[src]`, or of Envoy, such as `%REQ(:PATH)%`, in a text; the product, and the variable
-/// here of the same value.
-pub fn find_format_variable(text: &str) -> Option<(&str, &'static str, Option<&'static str>)> {
+/// The first variable of HAProxy, such as `%[src]`, or of Envoy, such as `%REQ(:PATH)%`, in a text, and the variable here of the
+/// same value.
+pub fn find_format_variable(text: &str) -> Option<(&str, Option<&'static str>)> {
     text.match_indices('%').find_map(|(at, _)| {
         let rest = &text[at + 1..];
-        let (length, product) = match rest.strip_prefix('[') {
-            Some(inner) => (inner.find(']')? + 2, "HAProxy"),
+        let length = match rest.strip_prefix('[') {
+            Some(inner) => inner.find(']')? + 2,
             None => {
                 let name = rest.find(|c: char| !c.is_ascii_uppercase() && c != '_')?;
                 // Not the percent-encoding of a byte, as in `%BD_%`.
                 let is_name = name > 2 && !rest[..2].bytes().all(|byte| byte.is_ascii_hexdigit());
                 let end = if rest[name..].starts_with('(') { name + rest[name..].find(')')? + 1 } else { name };
-                (end + rest[end..].starts_with('%').then_some(1).filter(|_| is_name)?, "Envoy")
+                end + (is_name && rest[end..].starts_with('%')).then_some(1)?
             }
         };
         let written = &text[at..=at + length];
         let meant = FORMAT_VARIABLES.iter().find(|(_, names)| names.iter().any(|name| written.contains(name)));
-        Some((written, product, meant.map(|(meant, _)| *meant)))
+        Some((written, meant.map(|(meant, _)| *meant)))
     })
 }
 
