@@ -299,7 +299,7 @@ const SETTINGS: [(&[&str], &str, &str); 91] = [
     (
         &["size", "max_keys", "max_entries", "table_size"],
         "snapshot_every",
-        "write `capacity = 1000000`: the number of counters",
+        "write it as `capacity`, such as `1000000`: the number of counters",
     ),
     (
         &["cluster", "nodes", "addresses"],

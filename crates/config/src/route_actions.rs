@@ -12,7 +12,7 @@ use super::path::{PathPattern, PatternKind, Segment};
 use super::response_body::{self, BODY, Body, CONTENT_TYPE};
 use super::settings::{Boolean, Choice, Custom, Inline, Integer, Kind, Optional, Required, Shape, Text};
 use super::template::{Template, TemplatePart, Variable};
-use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
+use super::toml_reader::{Item, SpannedStr, SpannedString, Table, nearest};
 use super::values;
 use transom_http::path_normalize::{EncodedSlash, PathReading};
 
@@ -269,7 +269,8 @@ fn check_request_fields(_settings: &mut FieldSettings, table: &mut Table, report
 fn suggest_set(table: &mut Table, report: &Report) {
     for item in table.items() {
         let is_name = |key: &str| key.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
-        if let (DeValue::String(_), true) = (item.value, is_name(item.key) && item.key != "on") {
+        let is_misspelled = nearest(item.key, ["set", "add", "remove", "on"]).is_some();
+        if let (DeValue::String(_), true) = (item.value, is_name(item.key) && !is_misspelled) {
             let fix = format!("write `set = {{ {} = {} }}`", item.key, report.source(item.span.clone()));
             table.suggest_for(item.key, "set", fix);
         }
@@ -277,6 +278,11 @@ fn suggest_set(table: &mut Table, report: &Report) {
 }
 
 fn check_response_fields(_settings: &mut ResponseFieldSettings, table: &mut Table, report: &mut Report) {
+    for item in table.items() {
+        if let (Some(word @ ("all" | "upstream")), false) = (item.value.as_str(), item.key.contains('-')) {
+            table.suggest_for(item.key, "on", format!("write `on = \"{word}\"`"));
+        }
+    }
     suggest_set(table, report);
     let changes_none = ["set", "add", "remove"].iter().all(|key| table.lacks(key));
     if let (Some(item), true) = (table.given("on"), changes_none) {

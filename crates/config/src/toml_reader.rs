@@ -282,7 +282,9 @@ impl<'d> Item<'d> {
     fn written_list(&self, report: &Report) -> Option<String> {
         let text = report.source(self.span.clone()).strip_prefix('"')?.strip_suffix('"')?;
         let texts: Vec<&str> = text.split([',', ';']).map(str::trim).filter(|text| !text.is_empty()).collect();
-        let is_plain = !texts.is_empty() && !text.contains(['"', '\\']) && !self.is_off();
+        // A part with a space is several texts, or one of another form.
+        let is_one = |text: &&str| !text.contains(['"', '\\', ' ']);
+        let is_plain = !texts.is_empty() && texts.iter().all(is_one) && !self.is_off();
         is_plain.then(|| format!("[\"{}\"]", texts.join("\", \"")))
     }
 
