@@ -505,7 +505,36 @@ pub fn configuration(text: &str) -> Option<(Span, String, String)> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use serde_json::Value;
+
     use super::*;
+    use crate::schema::schema;
+
+    /// The keys of all tables of a JSON schema.
+    fn keys(schema: &Value, found: &mut BTreeSet<String>) {
+        if let Some(properties) = schema["properties"].as_object() {
+            found.extend(properties.keys().cloned());
+        }
+        match schema {
+            Value::Object(members) => members.values().for_each(|member| keys(member, found)),
+            Value::Array(items) => items.iter().for_each(|item| keys(item, found)),
+            _ => {}
+        }
+    }
+
+    #[test]
+    fn every_row_names_a_setting() {
+        let mut known = BTreeSet::new();
+        keys(&schema(), &mut known);
+        for (names, meant, fix) in SETTINGS {
+            assert!(meant.is_empty() || known.contains(meant), "{meant}: {fix}");
+            for name in names {
+                assert_eq!(*name, name.to_ascii_lowercase().replace(['-', ' '], "_"));
+            }
+        }
+    }
 
     #[test]
     fn a_row_applies_where_its_setting_is() {
