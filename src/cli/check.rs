@@ -55,7 +55,8 @@ pub fn check(path: &Path, options: Options) -> Exit {
     let warnings = messages.iter().filter(|message| message.kind == Kind::Warning).count();
     // Printed before the servers are asked, because they may take seconds.
     if !options.json {
-        let fine = if options.strict && warnings > 0 { "" } else { "fine: " };
+        let asks_servers = options.connect && (config.counters.shared.is_some() || config.key_set.is_some());
+        let fine = if options.strict && (warnings > 0 || asks_servers) { "" } else { "fine: " };
         print_messages(path, &config, &messages, fine);
         if let Some(source) = config.key_set.as_ref().filter(|_| !options.connect) {
             let text = format!("  not checked: the key set at {}; `--connect` fetches it", source.shown());

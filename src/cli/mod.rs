@@ -137,8 +137,10 @@ impl InvalidConfig {
         let problem = |problem: &Problem| {
             let file =
                 problem.file.as_ref().map(|file| resolve_path(Path::new(&self.name), file).display().to_string());
+            let position = |number: usize| self.is_read.then_some(number);
             json!({
-                "file": file.as_ref().unwrap_or(&self.name), "line": problem.line, "column": problem.column,
+                "file": file.as_ref().unwrap_or(&self.name),
+                "line": position(problem.line), "column": position(problem.column),
                 "message": problem.message, "fix": problem.fix,
             })
         };

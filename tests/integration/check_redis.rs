@@ -115,7 +115,8 @@ fn a_warning_about_a_server_is_an_error_only_with_strict() {
     let file = file.display().to_string();
     let (code, _, err) = run(&["check", "--connect", &file]);
     assert_eq!((code, err.as_str()), (Some(0), ""));
-    let (code, _, err) = run(&["check", "--connect", "--strict", &file]);
+    let (code, out, err) = run(&["check", "--connect", "--strict", &file]);
+    assert!(!out.contains("fine: "), "{out}");
     assert_eq!((code, err), (Some(2), format!("{file}: 1 warning with `--strict`\n")));
     let (code, out, _) = run(&["check", "--connect", "--strict", "--json", &file]);
     assert!(code == Some(2) && out.contains("\"severity\": \"warning\""), "{out}");

@@ -168,5 +168,7 @@ fn check_prints_json() {
     let (code, out, _) = run(&["check", "--json", "--config", missing.to_str().unwrap()]);
     let report: Value = serde_json::from_str(&out).unwrap();
     assert_eq!(code, Some(2));
-    assert!(report["problems"][0]["message"].as_str().unwrap().starts_with("there is no file `"), "{report:#}");
+    let problem = &report["problems"][0];
+    assert!(problem["message"].as_str().unwrap().starts_with("there is no file `"), "{report:#}");
+    assert_eq!((&problem["line"], &problem["column"]), (&Value::Null, &Value::Null));
 }
