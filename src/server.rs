@@ -896,7 +896,7 @@ impl Gateway {
     }
 }
 
-/// What an operator is told about the rules that a reload changes.
+/// The message about rules that a reload changes; `None` if it changes none.
 fn changed_rules_text(RuleChanges { added, removed, recounted }: &RuleChanges) -> Option<String> {
     let parts = [("added", added), ("removed", removed), ("with another key or window", recounted)];
     let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());

@@ -98,7 +98,7 @@ impl ChargedRequest {
         }
     }
 
-    /// The entry of the access log, if the request is logged.
+    /// The log of costs, if the request is logged.
     pub fn log(&self) -> Option<RefMut<'_, LoggedCosts>> {
         self.log.get().map(|log| log.borrow_mut())
     }

@@ -115,7 +115,8 @@ impl Resolver {
         let _ = timeout(LOOK_UP_TIMEOUT, looking_up).await;
     }
 
-    /// A connection has failed after it was opened, since its address leads to another server: resolves the name before the next one.
+    /// A connection has failed after it was opened, and its address may be that of another server now: resolves the name before the
+    /// next connection.
     pub fn mark_suspect(&self) {
         self.is_suspect.set(!self.is_literal);
     }

@@ -176,13 +176,13 @@ fn a_request_with_pseudo_header_fields_in_its_trailers_is_reset() {
     assert!(upstream.received().is_empty(), "the request is incomplete");
 }
 
-/// A worker that took the failed connection again would not get to its end.
+/// Whatever `connect` is.
 #[test]
-fn a_connection_reset_before_its_settings_is_not_tried_again() {
+fn a_connection_reset_before_its_settings_is_an_error_at_once() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
     thread::spawn(move || {
-        // With bytes that nobody has read, the kernel resets a connection that is closed.
+        // The kernel resets a closed connection whose received bytes are unread.
         listener.incoming().for_each(|stream| drop(stream.unwrap().read_exact(&mut [0; 10])));
     });
     let toml = format!(

@@ -137,7 +137,7 @@ pub fn write_response_head<B>(
     head.extend_from_slice(reason_phrase(response).as_bytes());
     head.extend_from_slice(b"\r\n");
     let (mut has_date, is_switching) = (false, status == StatusCode::SWITCHING_PROTOCOLS);
-    let may_state_length = framing == Framing::NoBody && may_state_length(status);
+    let keeps_length = framing == Framing::NoBody && may_state_length(status);
     for (name, value) in headers {
         match *name {
             // The connection has one set of options, written below.
@@ -146,7 +146,7 @@ pub fn write_response_head<B>(
                 continue;
             }
             // Only `framing` announces a body. A response without one may state the length that it would have.
-            header::CONTENT_LENGTH if !may_state_length => continue,
+            header::CONTENT_LENGTH if !keeps_length => continue,
             header::TRANSFER_ENCODING => continue,
             header::DATE => has_date = true,
             _ => {}

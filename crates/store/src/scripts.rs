@@ -7,9 +7,8 @@
 //! several keys (TRYAGAIN).
 //!
 //! A request to a counter is passed as its kind (`p`, `g`, `f` or `s`) and eight numbers: ceiling, need, end of the window,
-//! want, least usage, limit, number of the window, end of the next one. A sliding window has no number; instead, the need once
-//! refused is passed. `e` is the short form for a plain window and
-//! exactly the tokens needed, with the first three numbers.
+//! want, least usage, limit, number of the window, end of the next one. A sliding window has no number: `need_once_refused` stands in
+//! its place. `e` is the short form for a plain window and exactly the tokens needed, with the first three numbers.
 //!
 //! | counter | key | value |
 //! | --- | --- | --- |
