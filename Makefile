@@ -45,7 +45,7 @@ MUTANT_TIMEOUT = 60
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
 	@echo "make check       formatting, lints, documentation, licenses, known vulnerabilities of dependencies if cargo-deny is installed"
-	@echo "make site        target/site: the documentation as a web site"
+	@echo "make site        target/site: the documentation as a web site, with its links checked; builds mdbook, in a minute"
 	@echo "make docs        writes the settings and the endpoints into the reference, and the messages of proto/ as Rust"
 	@echo "make release     target/dist/transom: optimized with a profile of the gateway under load; builds twice"
 	@echo "make package     target/package: a .deb, a tarball and a container image of the release"
@@ -83,8 +83,8 @@ compiler:
 docs:
 	TRANSOM_WRITE_DOCS=1 cargo test --locked --test integration -- the_configuration_reference the_reference_of_the_admin_api checked_in_messages
 
-# The documentation as a web site. Its table of contents is docs/README.md. Files lie as in the repository, so that links between
-# them lead to the same pages; mdbook calls README.md index.html, but not in links.
+# The documentation as a web site; `make test` checks the links of its sources. Its table of contents is docs/README.md. Files lie as
+# in the repository, so that links between them lead to the same pages; mdbook calls README.md index.html, but not in links.
 SITE_SOURCE = target/site-source
 site: mdbook
 	rm -rf $(SITE_SOURCE) target/site
@@ -100,7 +100,7 @@ site: mdbook
 
 # The second clippy has the features of a release, without `otlp` and those of tests. To name an example of rustdoc turns on the
 # features of tests, so that the builds of the first clippy are used.
-check: compiler site
+check: compiler
 	cargo fmt --check --all
 	python3 tests/external/check_dependencies.py
 	cargo clippy --locked --workspace --features $(BENCHMARKS) --all-targets -- -D warnings
@@ -132,7 +132,7 @@ dist: package
 	git archive --format=tar.gz --prefix=transom-source/ --output=target/package/transom-source.tar.gz HEAD
 	cd target/package && sha256sum -- *.deb *.tar.gz *.tar >SHA256SUMS
 
-package-test: cargo-deb
+package-test: cargo-deb site
 	cargo build --locked --release --target-dir target
 	tests/package/run.sh target/release/transom
 
