@@ -38,7 +38,7 @@ MUTANT_TESTS = --lib --test rules --test properties --test tower
 # Seconds after which the tests of a change are stopped; the change then counts as noticed.
 MUTANT_TIMEOUT = 60
 
-.PHONY: help test check compiler docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions replay usage screenshots failover soak fuzz parts deny advisories
+.PHONY: help test check compiler docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions replay litellm usage screenshots failover soak fuzz parts deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -203,6 +203,10 @@ counting:
 # Requests of all kinds of windows, over most of a year, whose time is that of the test.
 replay:
 	TRANSOM_REPLAYED_REQUESTS=$(REPLAYED_REQUESTS) cargo test --locked --test integration -- simulated_decisions_are --nocapture
+
+# The checks of tests/external/model_sdks.py with LiteLLM, whose installation takes 350 MB.
+litellm: $(PARTS)/litellm/installed
+	TRANSOM_LITELLM=1 cargo test --locked --test integration -- sdks_understand
 
 # In minutes.
 usage:

@@ -4,13 +4,16 @@ use std::io::Write as _;
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use serde_json::json;
 
 use crate::count_when::documented;
-use crate::support::client::request;
+use crate::support::client::{Client, HOST, request};
+use crate::support::external_scripts::{ScriptServer, run_checks_of};
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::Http2Client;
 use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::upstream::{Upstream, reply};
+use crate::support::{TempDir, eventually_eq};
 
 const TOML: &str = r#"
 [rules.models]
@@ -109,4 +112,26 @@ fn the_guide_limits_mcp_tools() {
     (1..60).for_each(|_| drop(send(&call("search")).expect(200)));
     assert!(send(&call("search")).expect(429).text().contains("\"tools\""));
     send(&format!("[{}]", call("search"))).expect(400);
+}
+
+/// A client and a server of the SDK of MCP: the gateway has counted the calls of each tool that the server has executed.
+#[test]
+fn mcp_clients_are_limited_by_tool() {
+    let server = ScriptServer::start_of("sdks", "mcp_server.py");
+    let toml = documented("mcp-tools.md", server.address).replace("[\"60/minute\"]", "[\"3/day\"]");
+    let gateway = Gateway::start(&format!("admin.hosts = [\"{HOST}\"]\n{toml}"));
+    let folder = TempDir::new();
+    run_checks_of("sdks", folder.path(), "mcp_client.py", &[gateway.http.to_string()]);
+    let calls = || Client::connect(server.address).get_with("/calls", &[("Host", "127.0.0.1")]).expect(200).json();
+    eventually_eq(|| calls()["cancelled"].as_u64(), Some(2));
+    let checks = ["results_and_progress_pass", "each_tool_has_a_limit", "a_call_is_cancelled_in_the_middle"];
+    for tool in ["search", "count", "wait"] {
+        let counted =
+            ["auto", "legacy"].iter().flat_map(|mode| checks.map(|check| format!("{mode}-{check}"))).map(|token| {
+                let key = json!([token, tool]);
+                let state = gateway.decision("value", &json!({ "rule": "tools", "key": key })).expect(200).json();
+                state["count"].as_u64().unwrap()
+            });
+        assert_eq!(Some(counted.sum()), calls()[tool].as_u64(), "{tool}");
+    }
 }

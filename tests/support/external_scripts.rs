@@ -24,7 +24,16 @@ pub struct ScriptServer {
 
 impl ScriptServer {
     pub fn start(name: &str, arguments: &[impl AsRef<str>]) -> ScriptServer {
-        let mut child = python(name, arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
+        ScriptServer::run(name, python(name, arguments))
+    }
+
+    /// A server with the libraries of another environment.
+    pub fn start_of(part: &str, name: &str) -> ScriptServer {
+        ScriptServer::run(name, python_of(part, name, &[] as &[&str]))
+    }
+
+    fn run(name: &str, mut script: Command) -> ScriptServer {
+        let mut child = script.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let (sender, lines_read) = channel();
         // Later output is not used, but has to be read, or the process would block.
