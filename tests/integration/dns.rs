@@ -12,9 +12,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use socket2::{Domain, Socket, Type};
 
+use crate::support::gateway_group::{rule_by_key, shared_config};
 use crate::support::http2_upstream::{Http2Upstream, Options};
 use crate::support::process::{BINARY, Process};
-use crate::support::redis::free_port;
+use crate::support::redis::{RedisServer, free_port};
 use crate::support::test_ca::TestCa;
 use crate::support::upstream::{Connection, Upstream};
 use crate::support::{TempDir, eventually};
@@ -71,16 +72,21 @@ fn gateway_with(port: u16, addresses: &[&str], settings: &str) -> Process {
 }
 
 fn gateway_of(url: &str, addresses: &[&str], settings: &str) -> Process {
+    let toml = format!(
+        "workers = 1\n[upstreams.u]\nservers = [\"{url}\"]\n{settings}\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"
+    );
+    spawn(&toml, addresses)
+}
+
+/// A gateway for which `api.test` has these addresses.
+fn spawn(toml: &str, addresses: &[&str]) -> Process {
     let scratch = TempDir::new();
     let hosts = scratch.path().join("hosts");
     write_hosts(&hosts, addresses, 1000);
     let mut command = Command::new(BINARY);
     command.env("LD_PRELOAD", nss_wrapper()).env("NSS_WRAPPER_HOSTS", &hosts);
-    let toml = format!(
-        "workers = 1\n[upstreams.u]\nservers = [\"{url}\"]\n{settings}\
-         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"
-    );
-    Process::spawn_command(command, &toml, scratch)
+    Process::spawn_command(command, toml, scratch)
 }
 
 /// `second`: the modification time, by which the library notices the change.
@@ -223,4 +229,20 @@ fn an_address_of_another_server_causes_a_look_up() {
     }
     let _new = Upstream::at_address(at_new(closing.address), respond_once);
     moves_from(closing.address, "http", "");
+}
+
+/// The store has two addresses, and at one of them another server listens.
+#[test]
+fn a_failed_handshake_with_redis_tries_the_next_address() {
+    let authority = TestCa::new();
+    let redis = RedisServer::with_tls(&authority, "");
+    let other = Upstream::at_address(SocketAddr::from(([127, 0, 0, 2], redis.port)), |_| {});
+    let scratch = TempDir::new();
+    let ca = scratch.write("ca.pem", &authority.pem);
+    let settings = format!("ca = \"{}\"", ca.display());
+    let url = format!("\"rediss://api.test:{}\"", redis.port);
+    let toml = shared_config(&url, &settings, &rule_by_key("[\"9/30d\"]", "on_outage = \"refuse\""));
+    let gateway = spawn(&toml, &["127.0.0.2", "127.0.0.1"]);
+    eventually("the counters are reached", || gateway.client().get_with("/a", &[("x-key", "a")]).status == 200);
+    assert!(other.connections() > 0, "the other server was tried");
 }

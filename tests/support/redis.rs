@@ -47,11 +47,11 @@ impl RedisServer {
         replica
     }
 
-    /// With TLS on its port, a certificate of this authority for `localhost` and 127.0.0.1, and trust in client certificates of
+    /// With TLS on its port, a certificate of this authority for `localhost`, `api.test` and 127.0.0.1, and trust in client certificates of
     /// this authority.
     pub fn with_tls(authority: &TestCa, lines: &str) -> RedisServer {
         let scratch = TempDir::new();
-        let issued = authority.issue(&["localhost", "127.0.0.1"]);
+        let issued = authority.issue(&["localhost", "api.test", "127.0.0.1"]);
         scratch.write("server.pem", &issued.pem);
         scratch.write("server.key", &issued.key_pem);
         scratch.write("authority.pem", &authority.pem);

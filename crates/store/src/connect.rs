@@ -22,7 +22,7 @@ use transom_config::redis::{Node, StoreConfig};
 
 /// Limit for opening a connection, up to the reply to PING.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1000);
-/// Limit for each address of a name.
+/// Limit for each address of a name, and for the TLS handshake with it.
 const ADDRESS_TIMEOUT: Duration = Duration::from_millis(400);
 /// Bytes of calls written at once.
 const WRITE_BYTES: usize = 64 * 1024;
@@ -105,7 +105,8 @@ impl Connector {
         match (node, &self.tls) {
             (Node::Unix(path), _) => self.log_in(UnixStream::connect(path).await.map_err(result)?, login).await,
             (Node::Tcp { host, port }, None) => {
-                self.log_in(connect_tcp(host, *port).await.map_err(result)?, login).await
+                let stream = connect_tcp(host, *port, async |stream| Ok(stream)).await.map_err(result)?;
+                self.log_in(stream, login).await
             }
             (Node::Tcp { host, port }, Some(tls)) => {
                 let name = match &tls.server_name {
@@ -113,9 +114,12 @@ impl Connector {
                     None => ServerName::try_from(host.clone())
                         .map_err(|_invalid| format!("`{host}` is not a valid server name for TLS"))?,
                 };
-                let stream = connect_tcp(host, *port).await.map_err(result)?;
-                let connected = TlsConnector::from(Arc::clone(&tls.client)).connect(name, stream).await;
-                self.log_in(connected.map_err(|error| format!("TLS: {error}"))?, login).await
+                let handshake = async |stream| {
+                    let connected = TlsConnector::from(Arc::clone(&tls.client)).connect(name.clone(), stream).await;
+                    connected.map_err(|error| io::Error::other(format!("TLS: {error}")))
+                };
+                let stream = connect_tcp(host, *port, handshake).await.map_err(result)?;
+                self.log_in(stream, login).await
             }
         }
     }
@@ -151,17 +155,18 @@ pub async fn with_timeout<T>(
     timeout(limit, future).await.unwrap_or_else(|_elapsed| Err(format!("{node}: no reply within {limit:?}")))
 }
 
-/// Tries the addresses of a host in turn.
-async fn connect_tcp(host: &str, port: u16) -> io::Result<TcpStream> {
+/// Tries the addresses of a host in turn, until `handshake` succeeds on a connection.
+async fn connect_tcp<S>(host: &str, port: u16, handshake: impl AsyncFn(TcpStream) -> io::Result<S>) -> io::Result<S> {
     let mut failed = io::Error::other("the name has no address");
     for address in lookup_host((host, port)).await? {
-        match timeout(ADDRESS_TIMEOUT, TcpStream::connect(address)).await {
-            Ok(Ok(stream)) => {
-                stream.set_nodelay(true)?;
-                return Ok(stream);
-            }
-            Ok(Err(error)) => failed = error,
-            Err(_elapsed) => failed = io::Error::from(io::ErrorKind::TimedOut),
+        let connected = async {
+            let stream = timeout(ADDRESS_TIMEOUT, TcpStream::connect(address)).await??;
+            stream.set_nodelay(true)?;
+            timeout(ADDRESS_TIMEOUT, handshake(stream)).await?
+        };
+        match connected.await {
+            Ok(stream) => return Ok(stream),
+            Err(error) => failed = error,
         }
     }
     Err(failed)
