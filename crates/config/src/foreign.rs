@@ -1,9 +1,10 @@
 //! Settings and configuration files of other products, and what is written here instead.
 //!
-//! This file holds the names that have no setting of the same meaning beside them. Names whose fix depends on values, or on a
-//! table, stand where that table is read. The lists are not complete: they have what operators are likely to write.
+//! This file holds the names that have no setting of the same meaning beside them. Names whose fix contains the value, or depends
+//! on other settings, stand where their table is read. The lists are not complete: they have what operators are likely to write.
 
 use super::diagnostics::Span;
+use super::toml_reader::Item;
 
 /// Names of other products (in lower case, with `_` for `-`), the setting that is meant, and the fix. A row applies to tables
 /// that have this setting; one without a setting applies to all others.
@@ -391,13 +392,110 @@ const SETTINGS: [(&[&str], &str, &str); 91] = [
     ),
 ];
 
-/// The setting that a name of another product stands for in a table with the settings `known`, and the fix.
-pub fn setting(name: &str, known: &[&'static str]) -> Option<(&'static str, &'static str)> {
-    let name = name.to_ascii_lowercase().replace(['-', ' '], "_");
-    let mut rows = SETTINGS
-        .iter()
-        .filter(|(names, meant, _)| names.contains(&name.as_str()) && (meant.is_empty() || known.contains(meant)));
-    rows.next().map(|(_, meant, fix)| (*meant, *fix))
+/// Settings that turn on what their table describes, or turn it off.
+const SWITCHES: [&str; 5] = ["enabled", "enable", "active", "disabled", "disable"];
+const JWT_ALGORITHM: [&str; 3] = ["algorithm", "algorithms", "alg"];
+
+/// The values that a row is for.
+enum Values {
+    /// Those of [`SWITCHES`] that turn something off.
+    Off,
+    /// These words, in any case.
+    Words(&'static [&'static str]),
+}
+
+/// As [`SETTINGS`], for some values only. These rows come first.
+const VALUES: [(&[&str], Values, &str, &str); 21] = [
+    (
+        &SWITCHES,
+        Values::Off,
+        "on_limit",
+        "remove the rule from `rules` of the routes, or write `on_limit = \"shadow\"`",
+    ),
+    (&SWITCHES, Values::Off, "strip_prefix", "remove the route, or put `#` before each of its lines"),
+    (&SWITCHES, Values::Off, "ejection", "remove the upstream, and the routes that name it"),
+    (&SWITCHES, Values::Off, "weight", "remove the server from `servers`"),
+    (&SWITCHES, Values::Off, "healthy_after", "remove `health`: without it, there are no health checks"),
+    (&SWITCHES, Values::Off, "max_time", "write `ejection = false` instead of the table"),
+    (&SWITCHES, Values::Off, "budget", "write `retries = false` instead of the table"),
+    (&SWITCHES, Values::Off, "top_keys", "remove it: without `admin` in `[listen]`, the admin address is off"),
+    (
+        &SWITCHES,
+        Values::Off,
+        "request_buckets",
+        "remove it: without `metrics` and `admin` in `[listen]`, metrics are off",
+    ),
+    (&SWITCHES, Values::Off, "client_ca", "remove the table: without it, its address is not served"),
+    (&SWITCHES, Values::Off, "format", "remove `[access_log]`: without it, there is no access log"),
+    (&SWITCHES, Values::Off, "sample", "remove `[tracing]`: without it, no spans are exported"),
+    (&SWITCHES, Values::Off, "jwks_url", "remove `[jwt]`: without it, no tokens are verified"),
+    (&SWITCHES, Values::Off, "api_key", "remove `[clients]`: without it, requests are of no client"),
+    (
+        &SWITCHES,
+        Values::Off,
+        "sentinel_master",
+        "remove `[counters.shared]`: without it, each gateway counts for itself",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Values::Words(&["HS256"]),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"HS256\", secret_file = \"FILE\" }]`",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Values::Words(&["HS384", "HS512"]),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"HS256\", secret_file = \"FILE\" }]`, and let the issuer sign with HS256",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Values::Words(&["ES256"]),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"ES256\", public_key_file = \"FILE\" }]`",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Values::Words(&["ES384", "ES512"]),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"ES256\", public_key_file = \"FILE\" }]`, and let the issuer sign with ES256",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Values::Words(&["EdDSA", "Ed25519"]),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"EdDSA\", public_key_file = \"FILE\" }]`",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Values::Words(&["RS384", "RS512", "PS256", "PS384", "PS512"]),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`, and let the issuer sign with RS256",
+    ),
+];
+
+impl Values {
+    fn contain(&self, item: &Item, name: &str) -> bool {
+        match self {
+            Values::Off => item.switch() == Some(name.starts_with("dis")),
+            Values::Words(words) => {
+                let is_one = |text: &str| words.iter().any(|word| word.eq_ignore_ascii_case(text));
+                item.words().iter().any(|word| is_one(word.text))
+            }
+        }
+    }
+}
+
+/// The setting that a key of another product stands for in a table with the settings `known`, and the fix.
+pub fn setting(item: &Item, known: &[&'static str]) -> Option<(&'static str, &'static str)> {
+    let name = item.key.to_ascii_lowercase().replace(['-', ' '], "_");
+    let is_for = |names: &[&str], meant: &str| names.contains(&&*name) && (meant.is_empty() || known.contains(&meant));
+    let of_value = VALUES.iter().find(|(names, values, meant, _)| is_for(names, meant) && values.contain(item, &name));
+    if let Some((_, _, meant, fix)) = of_value {
+        return Some((meant, fix));
+    }
+    let (_, meant, fix) = SETTINGS.iter().find(|(names, meant, _)| is_for(names, meant))?;
+    Some((meant, fix))
 }
 
 /// A configuration file of another product: its name, the guide for its users, and beginnings of its lines. A text with
@@ -508,9 +606,11 @@ mod tests {
     use std::collections::BTreeSet;
 
     use serde_json::Value;
+    use toml::de::DeTable;
 
     use super::*;
     use crate::schema::schema;
+    use crate::toml_reader::Table;
 
     /// The keys of all tables of a JSON schema.
     fn keys(schema: &Value, found: &mut BTreeSet<String>) {
@@ -528,7 +628,8 @@ mod tests {
     fn every_row_names_a_setting() {
         let mut known = BTreeSet::new();
         keys(&schema(), &mut known);
-        for (names, meant, fix) in SETTINGS {
+        let of_values = VALUES.into_iter().map(|(names, _, meant, fix)| (names, meant, fix));
+        for (names, meant, fix) in SETTINGS.into_iter().chain(of_values) {
             assert!(meant.is_empty() || known.contains(meant), "{meant}: {fix}");
             for name in names {
                 assert_eq!(*name, name.to_ascii_lowercase().replace(['-', ' '], "_"));
@@ -538,7 +639,12 @@ mod tests {
 
     #[test]
     fn a_row_applies_where_its_setting_is() {
-        let fix = |name, known: &[&'static str]| setting(name, known).map(|(meant, _)| meant);
+        let fix = |name: &str, known: &[&'static str]| {
+            let text = format!("{name} = 1");
+            let entries = DeTable::parse(&text).unwrap();
+            let table = Table::new(entries.get_ref(), entries.span(), "a table");
+            setting(&table.given(name).unwrap(), known).map(|(meant, _)| meant)
+        };
         assert_eq!(fix("backend", &["upstream", "path"]), Some("upstream"));
         assert_eq!(fix("backend", &["upstreams", "routes"]), Some("upstreams"));
         assert_eq!(fix("Limit-Req-Zone", &["rules"]), Some("rules"));

@@ -203,12 +203,6 @@ fn parse_key_set_url(url: &str) -> Parsed<(Server, PathAndQuery)> {
 /// Checks the keys together: each is listed once, and few enough may match one token.
 fn check_keys(settings: &mut JwtSettings, table: &mut Table, report: &mut Report) {
     suggest_ca(table, "jwks_ca", "jwks_ca = \"FILE\"");
-    for key in ["algorithm", "algorithms", "alg"] {
-        let words = table.given(key).iter().flat_map(Item::words).collect::<Vec<_>>();
-        if words.iter().any(|word| word.text.eq_ignore_ascii_case("HS256")) {
-            table.suggest_for(key, "keys", "write `keys = [{ algorithm = \"HS256\", secret_file = \"FILE\" }]`");
-        }
-    }
     if ["keys", "jwks_file", "jwks_url"].iter().all(|key| table.lacks(key)) {
         report.missing(table.span.clone(), "`[jwt]` has no keys", NO_KEYS);
     }

@@ -82,7 +82,7 @@ use settings::{
 use sources::Sources;
 use span_export::Tracing;
 use toml::de::DeValue;
-use toml_reader::{Item, SpannedStr, SpannedString, Table};
+use toml_reader::{Item, SpannedStr, SpannedString};
 use transom_http::path_normalize::PathReading;
 use upstream::Upstream;
 
@@ -240,7 +240,7 @@ settings! {
 
 settings! {
     /// Metrics on the admin address.
-    pub struct MetricsSettings checked by check_metrics {
+    pub struct MetricsSettings {
         /// Count the requests of each client of `[clients]`, by its name and plan: `transom_client_requests_total`. At most 10,000
         /// clients have series of their own.
         clients: bool = Boolean(false);
@@ -253,11 +253,6 @@ settings! {
             read: read_request_buckets,
         });
     }
-}
-
-fn check_metrics(_settings: &mut MetricsSettings, table: &mut Table, _report: &mut Report) {
-    let fix = "remove it: without `metrics` and `admin` in `[listen]`, metrics are off";
-    table.suggest_for_off("request_buckets", fix);
 }
 
 /// Most buckets of `request_buckets`.

@@ -230,7 +230,6 @@ impl Admin {
 fn check_admin(admin: &mut Admin, table: &mut Table, report: &mut Report) {
     let fix = "write the token to a file, then `token_file = \"admin.token\"`";
     table.suggest_for("token", "token_file", fix.to_owned());
-    table.suggest_for_off("top_keys", "remove it: without `admin` in `[listen]`, the admin address is off");
     let names: Vec<_> = table.given("tokens").iter().flat_map(Item::tables).map(|token| token.given("name")).collect();
     for (position, token) in admin.tokens.iter().enumerate() {
         let Some(Some(item)) = names.get(position) else { continue };

@@ -363,8 +363,6 @@ fn read_rule(
     for key in ["shadow", "dry_run", "shadow_mode", "limit_req_dry_run"] {
         table.suggest_for(key, "on_limit", "write `on_limit = \"shadow\"`");
     }
-    let fix = "remove the rule from `rules` of the routes, or write `on_limit = \"shadow\"`";
-    table.suggest_for_off("on_limit", fix);
     suggest_windows(&mut table);
     for (key, meant) in [("limit_req_status", "status"), ("rejected_code", "status"), ("status_code", "status")] {
         table.suggest_for(key, meant, format!("write `{meant} = 429`"));

@@ -147,6 +147,15 @@ const NGINX_PREFIXES: [&str; 17] = [
     "upstream_",
 ];
 
+/// How the names of variables of nginx begin whose values are not available here, and why.
+const NGINX_UNAVAILABLE: [(&str, &str); 5] = [
+    ("geoip_", "the gateway does not know where addresses are"),
+    ("geoip2_", "the gateway does not know where addresses are"),
+    ("jwt_", "claims can be parts of keys, such as `jwt:sub`; the upstream gets the whole token"),
+    ("sent_http_", "a field cannot be set to the value of another field of the response"),
+    ("tcpinfo_", "the gateway does not read statistics of TCP connections"),
+];
+
 impl Template {
     /// Whether the text tells whose request it is.
     pub fn names_client(&self) -> bool {
@@ -180,7 +189,10 @@ fn parse(text: &str, path: Option<&PathPattern>) -> Parsed<Vec<TemplatePart>> {
             (None, "proxy_add_x_forwarded_for") => {
                 String::from("remove it: the gateway sends the client's address in `X-Forwarded-For`")
             }
-            (None, _) => format!("remove it; the variables are {}", known_variables()),
+            (None, name) => match NGINX_UNAVAILABLE.iter().find(|(prefix, _)| name.starts_with(prefix)) {
+                Some((_, why)) => format!("remove it: {why}"),
+                None => format!("remove it; the variables are {}", known_variables()),
+            },
         };
         return Err((format!("{} is a variable of nginx, which would be sent literally", quoted(written)), fix));
     }

@@ -140,17 +140,6 @@ impl<'d> Table<'d> {
         self.common_mistakes.push(CommonMistake { key: key.to_owned(), meant, fix: fix.into() });
     }
 
-    /// The fix for a key with which other products turn off what the table describes: `enabled = false` or `disabled = true`.
-    pub fn suggest_for_off(&mut self, meant: &'static str, fix: &str) {
-        for (key, off) in
-            [("enabled", false), ("enable", false), ("active", false), ("disabled", true), ("disable", true)]
-        {
-            if self.given(key).is_some_and(|item| item.switch() == Some(off)) {
-                self.suggest_for(key, meant, fix);
-            }
-        }
-    }
-
     /// The value of a key that was read before.
     pub fn given(&self, key: &str) -> Option<Item<'d>> {
         self.entries.get_key_value(key).map(|(key, value)| item(key, value))
@@ -200,7 +189,7 @@ impl<'d> Table<'d> {
             let guess = nearest(item.key, candidates).or(nearest(item.key, self.known.iter().copied()));
             let mistake = |key: &str| self.common_mistakes.iter().find(|mistake| mistake.key == key);
             let exact = mistake(item.key).map(|mistake| (mistake.meant, mistake.fix.as_str()));
-            let foreign = exact.or_else(|| foreign::setting(item.key, &self.known));
+            let foreign = exact.or_else(|| foreign::setting(&item, &self.known));
             let similar = guess.and_then(mistake).map(|mistake| (mistake.meant, mistake.fix.as_str()));
             let mistake = foreign.or(similar);
             let known = mistake.map(|(meant, _)| meant).or(guess);
@@ -401,7 +390,7 @@ impl<'d> Item<'d> {
     }
 
     /// The boolean that the value means in other formats.
-    fn switch(&self) -> Option<bool> {
+    pub fn switch(&self) -> Option<bool> {
         match self.value {
             DeValue::Boolean(flag) => Some(*flag),
             DeValue::Integer(number) => parse_boolean(number.as_str()),
