@@ -49,25 +49,7 @@ pub struct ResolvedTarget {
 pub struct Connected {
     pub stream: IoStream,
     pub version: HttpVersion,
-    /// `None` for a Unix socket.
-    pub address: Option<SocketAddr>,
-}
-
-/// The addresses that have failed while a request waits for a connection.
-#[derive(Default)]
-pub struct FailedAddresses {
-    addresses: Vec<SocketAddr>,
-    /// Of the address that failed last.
-    error: Option<io::Error>,
-    /// The name was resolved again.
-    has_looked_up: bool,
-}
-
-impl FailedAddresses {
-    pub fn add(&mut self, addresses: &[SocketAddr], error: io::Error) {
-        self.addresses.extend(addresses);
-        self.error = Some(error);
-    }
+    pub target: ResolvedTarget,
 }
 
 pub struct Connector {
@@ -112,48 +94,15 @@ impl Connector {
         self.protocol == UpstreamProtocol::Http2
     }
 
-    /// Connects to an address that is not in `failed`, and adds those that fail. After all known addresses, resolves the name
-    /// again, once for each `failed`: the server may have moved, and nothing was sent. `http1_only`: with HTTP/1.1, even if
-    /// the server prefers HTTP/2.
-    pub async fn open(&self, http1_only: bool, failed: &mut FailedAddresses) -> io::Result<Connected> {
-        if self.server.scheme == Scheme::Unix {
-            let stream = UnixStream::connect(&self.server.host).await?;
-            return Ok(Connected {
-                stream: IoStream::unix(stream),
-                version: self.cleartext_version(http1_only),
-                address: None,
-            });
-        }
-        let mut addresses = self.resolver.rotated_addresses().await?;
-        loop {
-            addresses.retain(|address| !failed.addresses.contains(address));
-            if addresses.is_empty() && !std::mem::replace(&mut failed.has_looked_up, true) {
-                addresses = self.resolver.new_addresses(&failed.addresses).await;
-            }
-            if addresses.is_empty() {
-                return Err(failed.error.take().unwrap_or_else(|| io::Error::other("the name has no address")));
-            }
-            match connect_to_first(&addresses).await {
-                Err(error) => failed.add(&addresses, error),
-                Ok((stream, address)) => match self.start(stream, address, http1_only).await {
-                    Ok(connected) => return Ok(connected),
-                    Err(error) => failed.add(&[address], error),
-                },
-            }
-        }
+    /// `http1_only`: connects with HTTP/1.1, even if the server prefers HTTP/2.
+    pub fn dial(&self, http1_only: bool) -> Dial<'_> {
+        Dial { connector: self, http1_only, failed: Vec::new(), error: None, has_looked_up: false }
     }
 
     /// Performs the TLS handshake, if configured, on a new connection.
-    async fn start(&self, stream: TcpStream, address: SocketAddr, http1_only: bool) -> io::Result<Connected> {
+    async fn start(&self, stream: TcpStream, http1_only: bool) -> io::Result<(IoStream, HttpVersion)> {
         stream.set_nodelay(true)?;
-        let address = Some(address);
-        let Some(tls) = &self.tls else {
-            return Ok(Connected {
-                stream: IoStream::tcp(stream),
-                version: self.cleartext_version(http1_only),
-                address,
-            });
-        };
+        let Some(tls) = &self.tls else { return Ok((IoStream::tcp(stream), self.cleartext_version(http1_only))) };
         let stream = tls.handshake(stream, http1_only).await?;
         let version = match (stream.get_ref().1.alpn_protocol(), self.protocol) {
             (Some(HTTP_2), _) if !http1_only => HttpVersion::Http2,
@@ -162,11 +111,71 @@ impl Connector {
             }
             _ => HttpVersion::Http1,
         };
-        Ok(Connected { stream: IoStream::tls(TlsStream::Client(stream)), version, address })
+        Ok((IoStream::tls(TlsStream::Client(stream)), version))
     }
 
     fn cleartext_version(&self, http1_only: bool) -> HttpVersion {
         if self.is_http2() && !http1_only { HttpVersion::Http2 } else { HttpVersion::Http1 }
+    }
+}
+
+/// The attempts to get one connection: each address of the name is tried once.
+pub struct Dial<'a> {
+    connector: &'a Connector,
+    http1_only: bool,
+    /// The addresses that have failed.
+    failed: Vec<SocketAddr>,
+    /// Of the address that failed last.
+    error: Option<io::Error>,
+    /// The name was resolved again.
+    has_looked_up: bool,
+}
+
+impl Dial<'_> {
+    /// Connects to an address that has not failed. After all known addresses, resolves the name again, once: the server may
+    /// have moved, and nothing was sent.
+    pub async fn connect(&mut self) -> io::Result<Connected> {
+        let Connector { server, resolver, .. } = self.connector;
+        // Before the look-up, so that a connection to an address that is removed meanwhile is not taken for a current one.
+        let generation = resolver.generation();
+        if server.scheme == Scheme::Unix {
+            let stream = IoStream::unix(UnixStream::connect(&server.host).await?);
+            let version = self.connector.cleartext_version(self.http1_only);
+            return Ok(Connected { stream, version, target: ResolvedTarget { address: None, generation } });
+        }
+        let mut addresses = resolver.rotated_addresses().await?;
+        loop {
+            addresses.retain(|address| !self.failed.contains(address));
+            if addresses.is_empty() && !std::mem::replace(&mut self.has_looked_up, true) {
+                addresses = resolver.new_addresses(&self.failed).await;
+            }
+            if addresses.is_empty() {
+                return Err(self.error.take().unwrap_or_else(|| io::Error::other("the name has no address")));
+            }
+            match connect_to_first(&addresses).await {
+                Err(error) => self.add_failed(&addresses, error),
+                Ok((stream, address)) => match self.connector.start(stream, self.http1_only).await {
+                    Ok((stream, version)) => {
+                        let target = ResolvedTarget { address: Some(address), generation };
+                        return Ok(Connected { stream, version, target });
+                    }
+                    Err(error) => self.add_failed(&[address], error),
+                },
+            }
+        }
+    }
+
+    /// The connection to an address has failed after it was opened, before a request was sent. `None`: to a Unix socket, which
+    /// has no other address.
+    pub fn on_failure(&mut self, address: Option<SocketAddr>, error: io::Error) -> io::Result<()> {
+        let Some(address) = address else { return Err(error) };
+        self.add_failed(&[address], error);
+        Ok(())
+    }
+
+    fn add_failed(&mut self, addresses: &[SocketAddr], error: io::Error) {
+        self.failed.extend(addresses);
+        self.error = Some(error);
     }
 }
 

@@ -16,7 +16,7 @@ use http::{Request, uri};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::timeout;
 
-use super::connect::{Connector, FailedAddresses, HttpVersion, ResolvedTarget};
+use super::connect::{Connected, Connector, HttpVersion, ResolvedTarget};
 use super::connection::UpstreamConnection;
 use super::http1::Http1Connection;
 use super::http2::{self, Http2Connection, Http2Stream, StreamCapacity};
@@ -234,7 +234,7 @@ impl ConnectionPool {
             true => Some(self.opening.acquire().await.map_err(io::Error::other)?),
             false => None,
         };
-        let mut failed = FailedAddresses::default();
+        let mut dial = self.connector.dial(is_exclusive);
         loop {
             if shares && let Some(connection) = self.open_stream(HTTP2_CONNECTIONS_MAX) {
                 return Ok(connection);
@@ -247,7 +247,7 @@ impl ConnectionPool {
                 None if self.clock.instant().duration_since(start) > within * 3 / 4 => {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
-                None => match self.connect_new(ping_after, is_exclusive, &mut failed).await? {
+                None => match self.start_http(dial.connect().await?, ping_after).await? {
                     NewConnection::Http1(connection) => return Ok(UpstreamConnection::Http1(connection)),
                     NewConnection::Http2(connection) => connection,
                 },
@@ -257,11 +257,9 @@ impl ConnectionPool {
                 add();
             }
             if let Err(error) = connection.wait_for_stream_limit().await {
-                // Nothing was sent. A Unix socket has no other address.
-                let Some(address) = connection.address else { return Err(error) };
                 // Its task may not have ended yet, and it must not be taken again.
                 connection.retire();
-                failed.add(&[address], error);
+                dial.on_failure(connection.address, error)?;
                 continue;
             }
             if is_new && !keeps_pending {
@@ -275,27 +273,21 @@ impl ConnectionPool {
         }
     }
 
-    async fn connect_new(
-        &self,
-        ping_after: Duration,
-        is_exclusive: bool,
-        failed: &mut FailedAddresses,
-    ) -> io::Result<NewConnection> {
-        let generation = self.connector.resolver.generation();
-        let connected = self.connector.open(is_exclusive, failed).await?;
-        let target = ResolvedTarget { address: connected.address, generation };
+    /// Starts HTTP on a new stream.
+    async fn start_http(&self, connected: Connected, ping_after: Duration) -> io::Result<NewConnection> {
+        let Connected { stream, version, target } = connected;
         let counted = CountedConnection::new(self.gauge.as_ref());
-        match connected.version {
+        match version {
             HttpVersion::Http1 => {
                 self.prefers_http2.set(self.connector.is_http2());
-                Ok(NewConnection::Http1(Box::new(Http1Connection::new(connected.stream, target, counted))))
+                Ok(NewConnection::Http1(Box::new(Http1Connection::new(stream, target, counted))))
             }
             HttpVersion::Http2 => {
                 self.prefers_http2.set(true);
                 let scheme = if self.server.scheme == Scheme::Https { uri::Scheme::HTTPS } else { uri::Scheme::HTTP };
                 let ping_after = ping_after.max(PING_AFTER_MIN);
                 let now = self.clock.instant();
-                Http2Connection::new(connected.stream, scheme, connected.address, ping_after, now, counted)
+                Http2Connection::new(stream, scheme, target.address, ping_after, now, counted)
                     .await
                     .map(NewConnection::Http2)
             }
