@@ -13,6 +13,8 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+use bytes::Bytes;
+use http::header::CONTENT_TYPE;
 use rustls::{HandshakeKind, ServerConfig};
 use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -124,21 +126,25 @@ fn log_failed_setup(message: &'static str, error: &dyn Display, peer: IpAddr, li
 /// Sends 503 to a refused connection. A TLS connection is closed without a response: one would need a handshake first.
 fn respond_too_many_connections(stream: TcpStream, address: IpAddr, listener: &Listener) {
     if !listener.is_tls() {
-        let error = RequestError::TooManyConnections;
-        request_record::record_rejected_head(&listener.listener_context.worker, address, &error, None);
-        let date = listener.listener_context.worker.date();
-        let is_head = take_beginning(&stream).starts_with(HEAD);
-        let response = responses::http1_bytes(&responses::error_response(&error), is_head, &date);
+        let response = setup_error_response(RequestError::TooManyConnections, &stream, address, listener);
         IoStream::tcp(stream).counted(&listener.metrics.bytes).try_send(&response);
     }
 }
 
-/// Takes the bytes that have arrived off the socket, which closes without a reset then, and returns the first ones.
-fn take_beginning(stream: &TcpStream) -> [u8; HEAD.len()] {
-    let mut bytes = [0; 1024];
+/// Records an error before the first request, and writes its response. The bytes that have arrived are taken off the socket,
+/// which closes without a reset then. If they do not tell the method, the response has no content, because it may be to HEAD.
+fn setup_error_response(error: RequestError, stream: &TcpStream, address: IpAddr, listener: &Listener) -> Bytes {
+    let worker = &listener.listener_context.worker;
+    request_record::record_rejected_head(worker, address, &error, None);
+    let mut beginning = [0; 1024];
     // Without the runtime, which does not know yet that a new socket is readable.
-    let _ = (&*SockRef::from(stream)).read(&mut bytes);
-    bytes.first_chunk().copied().unwrap_or_default()
+    let length = (&*SockRef::from(stream)).read(&mut beginning).unwrap_or(0);
+    let mut response = responses::error_response(&error);
+    if length < HEAD.len() {
+        response.headers_mut().remove(CONTENT_TYPE);
+        response.body_mut().clear();
+    }
+    responses::http1_bytes(&response, beginning.starts_with(HEAD), &worker.date())
 }
 
 /// Makes a connection ready for its first request.
@@ -222,11 +228,7 @@ async fn handshake(
         Ok(1..) if first[0] == TLS_HANDSHAKE_RECORD || !first[0].is_ascii_alphabetic() => {}
         Ok(1..) => {
             count_refusal(ConnectionRefusal::Cleartext, address, listener);
-            let error = RequestError::Cleartext;
-            request_record::record_rejected_head(&listener.listener_context.worker, address, &error, None);
-            let date = listener.listener_context.worker.date();
-            let is_head = take_beginning(&stream).starts_with(HEAD);
-            let response = responses::http1_bytes(&responses::error_response(&error), is_head, &date);
+            let response = setup_error_response(RequestError::Cleartext, &stream, address, listener);
             respond_and_close(IoStream::tcp(stream).counted(&listener.metrics.bytes), &response, drain).await;
             return Err(SetupError::Closed);
         }
