@@ -1,13 +1,16 @@
 //! Charges the bytes of bodies and tunnels while they pass, for rules whose cost they are.
 //!
-//! The body of the request, that of the response and a tunnel count in the meter of their request. The worker charges what has been
-//! added twice a second (see `RunningCharges`), and the end of each body does. The rest is charged when the last holder drops the
-//! meter: so whatever ends a request, what has passed is charged, once.
+//! The body of the request, that of the response and a tunnel count in the meter of their request. A task of the meter charges what
+//! has been added twice a second, and the end of each body does. The rest is charged when the last holder drops the meter: so
+//! whatever ends a request, what has passed is charged, once.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::task::{Poll, Waker};
+use std::time::Duration;
+
+use tokio::task::AbortHandle;
 
 use transom_config::byte_cost::{ByteCost, OnExceeded};
 use transom_limiter::handles::PlanPosition;
@@ -16,15 +19,19 @@ use transom_store::settlement::RuleCharges;
 
 use super::charged_request::ChargedRequest;
 use super::response::{BodyEnded, BodyObserver, ResponseBody};
-use super::worker_state::RunningCharge;
 use crate::upstream::request_body::{RequestBody, UploadViolation};
 use crate::upstream::tunnel::ByteCounts;
+
+/// How often what has passed is charged.
+const CHARGE_INTERVAL: Duration = Duration::from_millis(500);
 
 pub struct ByteMeter {
     request: Rc<ChargedRequest>,
     rules: RefCell<Vec<MeteredRule>>,
     pub counts: ByteCounts,
     cut: Cut,
+    /// The task that charges.
+    charging: AbortHandle,
 }
 
 /// A rule that has charged its reserve.
@@ -76,14 +83,11 @@ impl MeteredRule {
 
 impl ByteMeter {
     pub fn start(request: Rc<ChargedRequest>, rules: Vec<MeteredRule>) -> Rc<ByteMeter> {
-        let meter = Rc::new(ByteMeter {
-            request,
-            rules: RefCell::new(rules),
-            counts: ByteCounts::default(),
-            cut: Cut::default(),
-        });
-        meter.request.worker.running_charges.add(&meter);
-        meter
+        Rc::new_cyclic(|meter| {
+            let charging = tokio::task::spawn_local(charge_repeatedly(Weak::clone(meter))).abort_handle();
+            let (counts, cut) = (ByteCounts::default(), Cut::default());
+            ByteMeter { request, rules: RefCell::new(rules), counts, cut, charging }
+        })
     }
 
     /// Counts the body of the request as it passes.
@@ -189,16 +193,18 @@ impl ByteMeter {
     }
 }
 
-impl RunningCharge for ByteMeter {
-    fn charge_now(&self) {
-        self.charge();
+async fn charge_repeatedly(meter: Weak<ByteMeter>) {
+    loop {
+        tokio::time::sleep(CHARGE_INTERVAL).await;
+        let Some(meter) = meter.upgrade() else { return };
+        meter.charge();
     }
 }
 
 impl Drop for ByteMeter {
     /// Charges the rest, and refunds what was reserved beyond it. Without a response, a request counts.
     fn drop(&mut self) {
-        self.request.worker.running_charges.remove(self);
+        self.charging.abort();
         let mut rules = self.rules.take();
         for rule in rules.iter_mut().filter(|rule| rule.state != State::Settled) {
             self.charge_rule(rule);

@@ -1,10 +1,9 @@
 //! What one worker keeps between requests and across reloads.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
-use std::rc::{Rc, Weak};
+use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use http::HeaderValue;
 use tokio::sync::mpsc::UnboundedSender;
@@ -41,7 +40,6 @@ pub struct WorkerState {
     pub metrics: WorkerMetrics,
     pub timers: Rc<Timers>,
     pub log_throttle: Arc<LogThrottle>,
-    pub running_charges: Rc<RunningCharges>,
     /// End time of the requests that end in one batch, so that the clock is read once for all of them.
     batch_end: Cell<Option<Instant>>,
     pub worker_id: WorkerId,
@@ -62,48 +60,6 @@ pub struct DecidedBy<'a> {
 impl<'a> DecidedBy<'a> {
     pub fn rules(self) -> &'a RouteRules {
         &self.config.served.route_rules[self.rules_id]
-    }
-}
-
-/// A request whose cost grows while it lasts.
-pub trait RunningCharge {
-    /// Charges what has been added since the last call.
-    fn charge_now(&self);
-}
-
-/// How often [`RunningCharges`] charges.
-const CHARGE_INTERVAL: Duration = Duration::from_millis(500);
-
-/// The requests in progress whose cost grows. A task charges them all, as long as there are any.
-#[derive(Default)]
-pub struct RunningCharges {
-    /// By address.
-    charges: RefCell<HashMap<usize, Weak<dyn RunningCharge>>>,
-    /// The task runs.
-    is_active: Cell<bool>,
-}
-
-impl RunningCharges {
-    pub fn add<C: RunningCharge + 'static>(self: &Rc<Self>, charge: &Rc<C>) {
-        let weak = Rc::downgrade(charge);
-        self.charges.borrow_mut().insert(weak.as_ptr().addr(), weak);
-        if !self.is_active.replace(true) {
-            let running = Rc::clone(self);
-            tokio::task::spawn_local(async move {
-                while !running.charges.borrow().is_empty() {
-                    tokio::time::sleep(CHARGE_INTERVAL).await;
-                    // First, because the end of a request removes its charge.
-                    let charges: Vec<_> = running.charges.borrow().values().filter_map(Weak::upgrade).collect();
-                    charges.iter().for_each(|charge| charge.charge_now());
-                }
-                running.is_active.set(false);
-            });
-        }
-    }
-
-    /// To be called on the drop.
-    pub fn remove<C: RunningCharge>(&self, charge: &C) {
-        self.charges.borrow_mut().remove(&std::ptr::from_ref(charge).addr());
     }
 }
 
@@ -128,7 +84,6 @@ impl WorkerState {
             metrics: WorkerMetrics::new(&registry, worker_id, RequestError::kind_names()),
             timers: Rc::default(),
             log_throttle,
-            running_charges: Rc::default(),
             date: RefCell::default(),
             batch_end: Cell::default(),
             config: RefCell::new(Rc::new(config)),
