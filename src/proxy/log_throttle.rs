@@ -57,8 +57,9 @@ pub async fn handle_accept_error(error: io::Error, message: &'static str, log_th
     if matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted) {
         return;
     }
-    if let Some(suppressed) = log_throttle.allow(message, clock.instant()) {
-        tracing::warn!(%error, suppressed, "{message}");
+    match log_throttle.allow(message, clock.instant()) {
+        Some(suppressed) => tracing::warn!(%error, suppressed, "{message}"),
+        None => tracing::debug!(%error, "{message}"),
     }
     tokio::time::sleep(ACCEPT_PAUSE).await;
 }

@@ -9,6 +9,9 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::sync::Mutex;
 use std::sync::mpsc;
 use std::thread;
+use std::time::Duration;
+
+use socket2::SockRef;
 
 use crate::support::client::{HOST, request};
 use crate::support::forward_all;
@@ -176,14 +179,25 @@ fn a_request_with_pseudo_header_fields_in_its_trailers_is_reset() {
     assert!(upstream.received().is_empty(), "the request is incomplete");
 }
 
-/// Whatever `connect` is.
+/// Whatever `connect` is. The reset is read by the connection, which then takes no more requests.
 #[test]
 fn a_connection_reset_before_its_settings_is_an_error_at_once() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
     thread::spawn(move || {
-        // The kernel resets a closed connection whose received bytes are unread.
-        listener.incoming().for_each(|stream| drop(stream.unwrap().read_exact(&mut [0; 10])));
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            stream.read_exact(&mut [0; 24]).unwrap();
+            // The last frame before the gateway waits for SETTINGS.
+            let mut kind = 0;
+            while kind != WINDOW_UPDATE {
+                let mut head = [0; 9];
+                stream.read_exact(&mut head).unwrap();
+                kind = head[3];
+                stream.read_exact(&mut vec![0; usize::from(head[2])]).unwrap();
+            }
+            SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
+        }
     });
     let toml = format!(
         "workers = 1\n[timeouts]\nconnect = \"1h\"\n[upstreams.u]\nservers = [\"http://{address}\"]\nprotocol = \"http2\"\n\
@@ -192,4 +206,27 @@ fn a_connection_reset_before_its_settings_is_an_error_at_once() {
     let gateway = Gateway::start(&toml);
     gateway.client().get("/a").expect(502);
     gateway.client().get("/b").expect(502);
+}
+
+/// A request is tried on two connections at most.
+#[test]
+fn a_server_that_ends_connections_after_its_settings_is_not_redialled_for_ever() {
+    const REQUESTS: usize = 10;
+    let goaway = frame(GOAWAY, 0, 0, &[0; 8]);
+    for (bytes, stays_open) in [
+        (settings(&[]), false),
+        ([settings(&[]), goaway.clone()].concat(), false),
+        ([settings(&[]), goaway].concat(), true),
+    ] {
+        let upstream = Upstream::with_script(move |connection| {
+            connection.read_exactly(24).unwrap();
+            connection.send(&bytes);
+            while stays_open && connection.read_exactly(1).is_some() {}
+        });
+        let gateway = gateway(&upstream);
+        for _ in 0..REQUESTS {
+            gateway.client().get("/a").expect(502);
+        }
+        assert!(upstream.connections() <= 2 * REQUESTS, "{} connections", upstream.connections());
+    }
 }
