@@ -152,6 +152,7 @@ fn requests(key: usize) -> [CounterRequest; 3] {
             want: 1,
             used_min: 0,
             need_once_refused: 0,
+            reserved_after_ms: 0,
             refund_used_max: None,
             computed_ms: 0,
         }

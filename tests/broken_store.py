@@ -29,6 +29,12 @@ MISTAKES = [
         "rule.rule.delays().then_some(u64::from(layer.request.limit) + 9)",
     ),
     (
+        "tokens are reserved after another window than that which the request waits for",
+        "exact_mode.rs",
+        "reserved_after_ms: if charge.request.ceiling > layer.capacity.into() { charge.usage.end_ms } else { 0 },",
+        "reserved_after_ms: 0,",
+    ),
+    (
         "leased tokens outlast their window",
         "token_fetch.rs",
         "match self.table.deposit(fetch.counter, lease_end_ms, tokens, now_ms) {",

@@ -125,6 +125,7 @@ async fn is_first(store: &RedisClient, prefix: &str, store_key: &str, event: &Ma
         want: 1,
         used_min: 0,
         need_once_refused: 0,
+        reserved_after_ms: 0,
         refund_used_max: None,
         computed_ms: 0,
     };

@@ -68,19 +68,24 @@ impl Stores {
                 let need = rng.u64(..4);
                 let (want, least) = (need + pick(rng, &[0, 0, 3, 30]), pick(rng, &[0, 0, 0, 2, 6]));
                 let ceiling = pick(rng, &[limit, limit, 3, 50]);
-                let (key, number, end_ms, next_end_ms) = match *kind {
-                    "e" | "p" => {
-                        (format!("{kind}:{number}"), number, (number + 1) * PERIOD_MS, (number + 2) * PERIOD_MS)
+                let end_ms = (number + 1) * PERIOD_MS;
+                let reserved_after_ms = pick(rng, &[0, 0, end_ms, self.now_ms + PERIOD_MS / 2]);
+                let need_once_refused = pick(rng, &[0, 0, 1, 2, 4]);
+                let (key, numbers) = match *kind {
+                    "e" => (format!("e:{number}"), vec![ceiling, need, end_ms]),
+                    "p" => (format!("p:{number}"), vec![ceiling, need, end_ms, want, least]),
+                    "s" => ("s".to_owned(), vec![ceiling, need, PERIOD_MS, want, least, need_once_refused]),
+                    "f" => ("f".to_owned(), vec![ceiling, need, PERIOD_MS, want, least, limit, reserved_after_ms]),
+                    _ => {
+                        let next_end_ms = end_ms + PERIOD_MS;
+                        let numbers =
+                            [ceiling, need, end_ms, want, least, limit, reserved_after_ms, number, next_end_ms];
+                        ("g".to_owned(), numbers.to_vec())
                     }
-                    "g" => ("g".to_owned(), number, (number + 1) * PERIOD_MS, (number + 2) * PERIOD_MS),
-                    // The need once refused, of a sliding window.
-                    kind => (kind.to_owned(), pick(rng, &[0, 0, 1, 2, 4]), PERIOD_MS, 2 * PERIOD_MS),
                 };
                 keys.push(key);
                 arguments.push((*kind).to_owned());
-                let numbers = [ceiling, need, end_ms, want, least, limit, number, next_end_ms];
-                let length = if *kind == "e" { 3 } else { numbers.len() };
-                arguments.extend(numbers[..length].iter().map(u64::to_string));
+                arguments.extend(numbers.iter().map(u64::to_string));
             }
         }
         let Value::Array(reply) = self.run(ACQUIRE, &keys, &arguments) else { panic!("an array") };

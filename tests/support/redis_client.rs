@@ -54,6 +54,7 @@ fn counter_request(base: &str, window: StoreWindow, limit: u32) -> CounterReques
         want: 1,
         used_min: 0,
         need_once_refused: 0,
+        reserved_after_ms: 0,
         refund_used_max: None,
         computed_ms: 0,
     }

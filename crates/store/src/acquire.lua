@@ -10,6 +10,8 @@ local reply = {time}
 local usage, marks, ends, expiry, fields, changed = {}, {}, {}, {}, {}, {}
 -- By key of a sliding counter: tokens by segment.
 local segments = {}
+-- By kind: the number of arguments of a request to a counter.
+local lengths = {e = 4, p = 6, s = 7, f = 8, g = 10}
 local first, a, r, total = 1, 1, 2, #argv
 
 -- Usage of an account at time `now`: nil if the key holds another type, -1 if both windows have ended.
@@ -27,8 +29,8 @@ local function account(key, a, now)
     if not mark or not used or mark % 1 ~= 0 or used % 1 ~= 0 then return nil end
   end
   if grid then
-    local number, end_ms = argv[a + 7] + 0, argv[a + 3] + 0
-    local length = argv[a + 8] - end_ms
+    local number, end_ms = argv[a + 8] + 0, argv[a + 3] + 0
+    local length = argv[a + 9] - end_ms
     -- A number far ahead counts shorter windows, which the rule had before.
     if exists and (mark - number) * length > 2 * length + 2000 then exists, used = false, 0 end
     -- A gateway whose clock is ahead may have counted in the next window already.
@@ -39,14 +41,14 @@ local function account(key, a, now)
     if exists then used = used - argv[a + 6] * (number - mark) end
     marks[key], ends[key] = number, end_ms
   else
-    local period = argv[a + 8] - argv[a + 3]
+    local period, reserved_after = argv[a + 3] + 0, argv[a + 7] + 0
     -- A gateway whose clock is ahead may have opened the window.
     if not exists or mark > now + 2000 then mark = now end
     local elapsed = math.max(math.floor((now - mark) / period), 0)
     used = used - argv[a + 6] * elapsed
     mark = mark + elapsed * period
-    -- A window without usage is not open: this request opens a new one.
-    if used <= 0 then mark = now end
+    -- A window without usage is not open: this request opens a new one, or the one after which it reserves.
+    if used <= 0 then mark = reserved_after > now and reserved_after - period or now end
     marks[key], ends[key] = mark, mark + period
   end
   used = used < 0 and 0 or used
@@ -135,23 +137,23 @@ while a <= total do
     end
     local need = argv[a + 2] + 0
     local grant, spare = need, argv[a + 1] - used - need
-    if kind == 'e' then
-      a = a + 4
-    else
+    if kind ~= 'e' then
       local want, least = argv[a + 4] + 0, argv[a + 5] + 0
       if used < least then spare = argv[a + 1] - least - need end
       if want > need then grant = need + math.min(want - need, math.floor(spare / 8)) end
-      a = a + 9
     end
+    -- The tokens that the caller reserves would be of a later window than it waits for.
+    if ends[key] and argv[a + 7] ~= '0' and ends[key] > argv[a + 7] + 0 then spare = -1 end
     if spare < 0 and status > 0 then status = 0 end
     grants[i] = grant
     reply[r + 1], reply[r + 2], reply[r + 3] = used, marks[key] or 0, 0
     if segments[key] then
       local excess = -spare
-      local need_once_refused = argv[a - 2] + 0
+      local need_once_refused = argv[a + 6] + 0
       if need_once_refused > 0 then excess = math.min(excess, math.max(excess - need, 0)) + need_once_refused end
       reply[r + 3] = returned_after(key, math.max(excess, 1))
     end
+    a = a + lengths[kind]
     r = r + 4
   end
   reply[at] = status
@@ -178,14 +180,14 @@ while a <= total do
           expiry[key] = math.min(math.ceil((marks[key] + 9) * argv[b + 3] / 8), 4398046511103)
         else
           -- Kept until all reserved tokens have been used. Calendar windows differ in length.
-          local length = (argv[b + 8] - argv[b + 3]) * (kind == 'g' and 2 or 1)
+          local length = kind == 'g' and (argv[b + 9] - argv[b + 3]) * 2 or argv[b + 3]
           local windows = math.ceil(used / argv[b + 6]) - 1
           expiry[key] = math.min(ends[key] + windows * length, 4398046511103)
           fields[key] = kind == 'g' and 'window' or 'start'
         end
       end
       at = at + 4
-      b = b + (kind == 'e' and 4 or 9)
+      b = b + lengths[kind]
     end
   end
   first = last + 1

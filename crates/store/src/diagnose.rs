@@ -252,7 +252,7 @@ impl Diagnosis<'_> {
         // The number of a window that no other check has used.
         let (number, end_ms, next_end_ms) = (server_ms, server_ms + 10_000, server_ms + 20_000);
         let window = StoreWindow { kind: WindowKind::Plain, number, end_ms, next_end_ms };
-        let (used_min, need_once_refused, refund_used_max, computed_ms) = (0, 0, None, 0);
+        let (used_min, need_once_refused, reserved_after_ms, refund_used_max, computed_ms) = (0, 0, 0, None, 0);
         let requests = [CounterRequest {
             key_base,
             window,
@@ -262,6 +262,7 @@ impl Diagnosis<'_> {
             want,
             used_min,
             need_once_refused,
+            reserved_after_ms,
             refund_used_max,
             computed_ms,
         }];

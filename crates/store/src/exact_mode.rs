@@ -476,6 +476,7 @@ impl SharedDecision {
                 ceiling: charge.request.ceiling.saturating_sub(local.used),
                 used_min: least.max(charge.request.floor),
                 need_once_refused: need_once_refused(charge_plan, layer_ref, charge.request.cost),
+                reserved_after_ms: if charge.request.ceiling > layer.capacity.into() { charge.usage.end_ms } else { 0 },
                 ..base_request
             };
             let counter = layer.counter(keyed_request);

@@ -6,9 +6,16 @@
 //! has ended. So a call names one key per plain counter: while a slot moves between nodes, a cluster rejects calls with
 //! several keys (TRYAGAIN).
 //!
-//! A request to a counter is passed as its kind (`p`, `g`, `f` or `s`) and eight numbers: ceiling, need, end of the window,
-//! want, least usage, limit, number of the window, end of the next one. A sliding window has no number: `need_once_refused` stands in
-//! its place. `e` is the short form for a plain window and exactly the tokens needed, with the first three numbers.
+//! A request to a counter is passed as its kind and some numbers. The fields are those of [`CounterRequest`]; a window that a first
+//! request opens, and a sliding one, has its period in place of its end.
+//!
+//! | kind | window | numbers |
+//! | --- | --- | --- |
+//! | `e` | plain, for exactly the tokens needed | ceiling, need, end |
+//! | `p` | plain | as `e`; want, least usage |
+//! | `s` | sliding | as `p`; `need_once_refused` |
+//! | `f` | that a first request opens | as `p`; limit, `reserved_after_ms` |
+//! | `g` | accumulating | as `f`; number of the window, end of the next one |
 //!
 //! | counter | key | value |
 //! | --- | --- | --- |
@@ -115,6 +122,9 @@ pub struct CounterRequest {
     /// Of a sliding window whose rule counts refusals: the tokens that a refused request needs when it is repeated; otherwise 0. The
     /// reply to a refused call then says when these fit after the refusal has taken what is left, up to `need`.
     pub need_once_refused: u64,
+    /// Of tokens reserved in a later window: the end of the window after which `ceiling` and `used_min` reserve them; otherwise 0. The
+    /// call is refused if a later window is open. If none is open that a first request opens, one is opened that ends then.
+    pub reserved_after_ms: u64,
     /// [`Refund::used_max`] of the tokens granted.
     pub refund_used_max: Option<u64>,
     /// The gateway's time when the request was made. The time may have been set back to the server's since; `window` is
@@ -256,7 +266,7 @@ pub fn acquire_command<'a>(
     let requests = calls.clone().flat_map(|call| call.requests.iter().map(|request| (request, call.window_ms)));
     let (count, base_bytes) =
         requests.clone().fold((0, 0), |(n, bytes), (request, _)| (n + 1, bytes + request.key_base.len()));
-    let mut cmd = start_command(script, script_ref, count, 9 * count + 2, base_bytes);
+    let mut cmd = start_command(script, script_ref, count, 10 * count + 2, base_bytes);
     let mut key = String::new();
     for (request, at_ms) in requests {
         write_key(&mut key, &request.key_base, request.window.kind, request.window.keyed_at(at_ms).number);
@@ -279,10 +289,16 @@ fn write_request_arguments(cmd: &mut Cmd, request: &CounterRequest, at_ms: u64) 
         cmd.arg(EXACT).arg(ceiling).arg(need).arg(end_ms);
         return;
     }
-    cmd.arg(letter(kind));
-    let number = if kind == WindowKind::Sliding { request.need_once_refused.min(TOKENS_MAX) } else { number };
-    let numbers = [ceiling, need, end_ms, want, used_min, request.limit.max(1).into(), number, next_end_ms];
-    numbers.into_iter().for_each(|number| _ = cmd.arg(number));
+    cmd.arg(letter(kind)).arg(ceiling).arg(need).arg(end_ms).arg(want).arg(used_min);
+    let (limit, reserved_after_ms) = (request.limit.max(1), request.reserved_after_ms);
+    match kind {
+        WindowKind::Plain | WindowKind::Leased => {}
+        WindowKind::Sliding => _ = cmd.arg(request.need_once_refused.min(TOKENS_MAX)),
+        WindowKind::Floating => _ = cmd.arg(limit).arg(reserved_after_ms),
+        WindowKind::Accumulating => {
+            cmd.arg(limit).arg(reserved_after_ms).arg(number).arg(next_end_ms);
+        }
+    }
 }
 
 /// Parses the reply of a server to [`acquire_command`], call by call; `None` if the reply is malformed.
@@ -437,6 +453,7 @@ mod tests {
             want,
             used_min: 0,
             need_once_refused: 0,
+            reserved_after_ms: 0,
             refund_used_max: None,
             computed_ms: 900,
         };
@@ -457,13 +474,17 @@ mod tests {
         let at = PLAIN;
         assert_eq!(words(&[acquire_call(at, 1, 1)]), ["1", "t:{r|a}:7", "900", "1", "e", "5", "1", "1000"]);
         let late = AcquireCall { window_ms: 1000, ..acquire_call(at, 1, 4) };
-        assert_eq!(words(&[late]), ["1", "t:{r|a}:8", "900", "1", "p", "5", "1", "2000", "4", "0", "5", "8", "3000"]);
+        assert_eq!(words(&[late]), ["1", "t:{r|a}:8", "900", "1", "p", "5", "1", "2000", "4", "0"]);
         let grid = acquire_call(GRID, 1, 1);
-        let floating = acquire_call(StoreWindow::floating(60), 2, 1);
-        let both = words(&[grid, floating]);
-        assert_eq!(both[..3], ["2", "t:{r|a}:account", "t:{r|a}:first-request"]);
-        assert_eq!(both[3..14], ["900", "1", "g", "5", "1", "1000", "1", "0", "5", "7", "2000"]);
-        assert_eq!(both[14..], ["900", "1", "f", "5", "2", "60", "2", "0", "5", "0", "120"]);
+        let mut floating = acquire_call(StoreWindow::floating(60), 2, 1);
+        floating.requests[0].reserved_after_ms = 950;
+        let mut sliding = acquire_call(StoreWindow { kind: WindowKind::Sliding, ..StoreWindow::floating(60) }, 2, 1);
+        sliding.requests[0].need_once_refused = 3;
+        let all = words(&[grid, floating, sliding]);
+        assert_eq!(all[..4], ["3", "t:{r|a}:account", "t:{r|a}:first-request", "t:{r|a}:sliding"]);
+        assert_eq!(all[4..16], ["900", "1", "g", "5", "1", "1000", "1", "0", "5", "0", "7", "2000"]);
+        assert_eq!(all[16..26], ["900", "1", "f", "5", "2", "60", "2", "0", "5", "950"]);
+        assert_eq!(all[26..], ["900", "1", "s", "5", "2", "60", "2", "0", "3"]);
     }
 
     #[test]

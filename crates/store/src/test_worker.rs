@@ -176,13 +176,15 @@ impl TestStore {
     /// Sets the usage of the current window, or segment. Windows of accumulating and sliding counters are those of an hour.
     pub fn set_used(&self, key: &str, used: u64) {
         let (now_ms, hour) = (self.now_ms(), self.now_ms() / HOUR_MS);
-        let (kind, number, end_ms) = match key.rsplit(':').next() {
-            Some("sliding") => ("s", 0, HOUR_MS),
-            Some("first-request") => ("f", 0, HOUR_MS),
-            Some("account") => ("g", hour, (hour + 1) * HOUR_MS),
-            _ => ("p", 0, now_ms + 1000 * HOUR_MS),
+        let (limit, hour_end_ms) = (used.max(1), (hour + 1) * HOUR_MS);
+        let (kind, end_ms, others) = match key.rsplit(':').next() {
+            Some("sliding") => ("s", HOUR_MS, &[0][..]),
+            Some("first-request") => ("f", HOUR_MS, &[limit, 0][..]),
+            Some("account") => ("g", hour_end_ms, &[limit, 0, hour, hour_end_ms + HOUR_MS][..]),
+            _ => ("p", now_ms + 1000 * HOUR_MS, &[][..]),
         };
-        let numbers = [TOKENS_MAX, used, end_ms, used, 0, used.max(1), number, end_ms + HOUR_MS].map(|n| n.to_string());
+        let numbers = [&[TOKENS_MAX, used, end_ms, used, 0][..], others].concat();
+        let numbers = numbers.into_iter().map(|number| number.to_string());
         let arguments = [now_ms.to_string(), "1".to_owned(), kind.to_owned()].into_iter().chain(numbers);
         let (keys, mut counters) = ([key.to_owned()], self.0.counters.borrow_mut());
         counters.refund(&keys, &[kind, "0", "0", "0", "all"].map(str::to_owned), now_ms);

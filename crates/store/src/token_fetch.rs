@@ -589,6 +589,7 @@ impl SharedCounters {
             want: 0,
             used_min,
             need_once_refused: 0,
+            reserved_after_ms: 0,
             refund_used_max: refund_used_max(compiled_rule, layer),
             computed_ms: now_ms,
         }

@@ -228,6 +228,14 @@ fn when_requests_wait_behind_refunded_ones() {
     holds(vec![exact(delays(leased(&["1/minute"])))], requests, |scenario| scenario.steps = vec![60_000]);
 }
 
+/// A request reserves after a window that a refund ends meanwhile, so that another request opens a later one.
+#[test]
+fn when_a_request_reserves_after_a_window_that_ends_early() {
+    let requests: &[&[RequestKind]] = &[&[refunded(0), request(0), request(0)]];
+    let [_, _, floating, _] = rules_of(&["1/second"]).map(delays);
+    holds(vec![exact(floating)], requests, |scenario| scenario.steps = vec![TIMEOUT_MS / 2]);
+}
+
 #[test]
 fn when_refusals_count() {
     let requests: &[&[RequestKind]] = &[&[request(0), request(0)], &[request(0)]];
@@ -355,8 +363,9 @@ fn random_events() {
 #[test]
 fn random_events_of_few_requests() {
     // A failover in a later window than that of the replica; a window that a gateway opened whose clock is ahead; a token that
-    // arrives after its segment.
-    let found = [302313839435245598, 16676301003595179196, 7431914693839469282, 3212515910288396231];
+    // arrives after its segment; a reservation after a window that a refund has ended.
+    let found =
+        [302313839435245598, 16676301003595179196, 7431914693839469282, 3212515910288396231, 551226610972690977];
     runs_at_random(200, &found, |rng| {
         let mut scenario = random_scenario(rng, 6);
         let failures = [

@@ -47,7 +47,11 @@ pub struct CounterArguments {
     end_ms: i64,
     pub want: i64,
     pub least: i64,
+    /// Of a sliding window: the tokens that a refused request needs when it is repeated, if the refusal takes what is left.
+    need_once_refused: i64,
     limit: i64,
+    /// The end of the window after which tokens are reserved.
+    reserved_after_ms: i64,
     number: i64,
     next_end_ms: i64,
 }
@@ -56,25 +60,25 @@ impl CounterArguments {
     /// Removes the arguments of one counter.
     pub fn take(arguments: &mut std::slice::Iter<'_, String>) -> CounterArguments {
         let kind = arguments.next().and_then(|kind| kind.chars().next()).expect("a kind");
-        let numbers: Vec<i64> = arguments.by_ref().take(if kind == 'e' { 3 } else { 8 }).map(number).collect();
-        let get = |nth: usize| numbers.get(nth).copied();
-        let need = numbers[1];
+        let mut next = || number(arguments.next().expect("a number"));
+        let [ceiling, need, end_ms] = [next(), next(), next()];
+        let [want, least] = if kind == 'e' { [need, 0] } else { [next(), next()] };
+        let need_once_refused = if kind == 's' { next() } else { 0 };
+        let [limit, reserved_after_ms] = if matches!(kind, 'f' | 'g') { [next(), next()] } else { [0; 2] };
+        let [number, next_end_ms] = if kind == 'g' { [next(), next()] } else { [0, 2 * end_ms] };
         CounterArguments {
             kind,
-            ceiling: numbers[0],
+            ceiling,
             need,
-            end_ms: numbers[2],
-            want: get(3).unwrap_or(need),
-            least: get(4).unwrap_or(0),
-            limit: get(5).unwrap_or(0),
-            number: get(6).unwrap_or(0),
-            next_end_ms: get(7).unwrap_or(0),
+            end_ms,
+            want,
+            least,
+            need_once_refused,
+            limit,
+            reserved_after_ms,
+            number,
+            next_end_ms,
         }
-    }
-
-    /// Of a sliding window: the tokens that a refused request needs when it is repeated, if the refusal takes what is left.
-    fn need_once_refused(&self) -> i64 {
-        self.number
     }
 
     fn is_plain(&self) -> bool {
@@ -149,14 +153,16 @@ impl Store {
                     status = -1;
                 }
                 let used = used.unwrap_or(0).min(TOKENS_MAX);
-                let CounterArguments { ceiling, need, want, least, .. } = arguments;
-                let spare = ceiling - used.max(least) - need;
+                let CounterArguments { ceiling, need, want, least, reserved_after_ms, .. } = arguments;
+                let window_end_ms = reads.get(key).map_or(0, |read| read.end_ms);
+                let is_later = reserved_after_ms > 0 && window_end_ms > reserved_after_ms;
+                let spare = if is_later { -1 } else { ceiling - used.max(least) - need };
                 let more = if want > need { (want - need).min(spare.div_euclid(8)) } else { 0 };
                 if spare < 0 {
                     status = status.min(0);
                 }
                 let mark = reads.get(key).map_or(0, |read| read.mark);
-                let excess = match arguments.need_once_refused() {
+                let excess = match arguments.need_once_refused {
                     0 => -spare,
                     again => again + (-spare).min((-spare - need).max(0)),
                 };
@@ -237,7 +243,11 @@ impl Store {
                 }
                 let elapsed = ((now_ms - mark) / length).max(0);
                 used -= arguments.limit * elapsed;
-                mark = if used <= 0 { now_ms } else { mark + elapsed * length };
+                mark = match arguments.reserved_after_ms {
+                    _ if used > 0 => mark + elapsed * length,
+                    reserved_after_ms if reserved_after_ms > now_ms => reserved_after_ms - length,
+                    _ => now_ms,
+                };
                 mark + length
             }
         };

@@ -15,7 +15,7 @@ use std::task::{Context, Poll, Waker};
 use foldhash::fast::FixedState;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::counters::Store;
+use super::counters::{CounterArguments, Store};
 use transom_config::redis::Node;
 
 /// The host of the store.
@@ -431,8 +431,7 @@ fn granted(call: &Call, reply: &[i64]) -> Vec<(String, u64)> {
     while let Some(count) = arguments.nth(1) {
         reply = &reply[1..];
         for _ in 0..count.parse::<usize>().expect("a number of counters") {
-            let kind = arguments.next().expect("a kind");
-            arguments.nth(if kind == "e" { 2 } else { 7 });
+            CounterArguments::take(&mut arguments);
             granted.push((keys.next().expect("a key").clone(), reply[0] as u64));
             reply = &reply[4..];
         }
