@@ -169,7 +169,8 @@ while a <= total do
         reply[at], reply[at + 1] = grant, used
         if kind == 's' then
           local tokens, latest = segments[key], marks[key]
-          reply[at + 3] = returned_after(key, 1)
+          -- Otherwise the reply has it already.
+          if argv[b + 6] ~= '0' then reply[at + 3] = returned_after(key, 1) end
           tokens[latest] = (tokens[latest] or 0) + used - usage[key]
         end
         usage[key] = used

@@ -112,7 +112,9 @@ impl Grant {
         let used = read.used.max(least) + self.grant;
         (self.reply[0], self.reply[1]) = (self.grant, used);
         if kind == 's' {
-            self.reply[3] = returned_after(read, 1);
+            if self.arguments.need_once_refused > 0 {
+                self.reply[3] = returned_after(read, 1);
+            }
             *read.segments.entry(read.mark).or_default() += used - read.used;
         }
         read.used = used;
