@@ -497,6 +497,25 @@ fn the_live_list_scrolls_and_ends_by_a_key() {
 }
 
 #[test]
+fn the_live_list_continues_over_an_upgrade() {
+    let process = Process::spawn(
+        &by_user(BY_USER, "")
+            .replace("workers = 2\n", "listen = { http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\" }\nworkers = 2\n"),
+    );
+    let mut terminal = Terminal::open();
+    let mut child = terminal.top(&process, terminal.side().into());
+    let send = |user: &str| (0..3).for_each(|_| drop(process.client().get_with("/a", &[("X-User", user)])));
+    send("ann");
+    terminal.wait_for("ann");
+    process.signal("USR2");
+    process.wait_for_stderr("stopped");
+    send("bob");
+    terminal.wait_for("bob");
+    terminal.press("q");
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
 fn the_live_list_without_a_keyboard_ends_by_a_signal() {
     let (process, mut terminal) = (with_many_rules(), Terminal::open());
     let _keeps_open = terminal.side();

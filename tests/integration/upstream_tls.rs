@@ -1,8 +1,12 @@
 //! TLS to upstream servers: verification, client certificates, and protocols.
 
+use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+
+use rustls::{ServerConnection, StreamOwned};
 
 use crate::support::external_servers;
 use crate::support::gateway::Gateway;
@@ -208,5 +212,34 @@ fn nginx_is_reached_with_every_protocol_it_offers() {
         assert_eq!(gateway.get("/large.bin").expect(200).body.len(), 3_000_000);
         let response = gateway.client().request("POST", "/protocol", &[], &vec![b'x'; 500_000]);
         assert_eq!(response.expect(200).text(), version);
+    }
+}
+
+/// Without `close_notify`, the end of a response without a length may be forged, or the server has crashed.
+#[test]
+fn a_response_without_a_length_is_complete_with_close_notify() {
+    let ca = Authority::new();
+    let config = ca.ca.issue(&["localhost"]).server_config(&["http/1.1"], None);
+    for is_complete in [true, false] {
+        let config = Arc::clone(&config);
+        let upstream = Upstream::with_script(move |connection| {
+            let tcp = connection.stream().try_clone().unwrap();
+            let mut tls = StreamOwned::new(ServerConnection::new(Arc::clone(&config)).unwrap(), tcp);
+            assert!(tls.read(&mut [0; 1000]).unwrap() > 0);
+            tls.write_all(b"HTTP/1.1 200 OK\r\n\r\npart").unwrap();
+            if is_complete {
+                tls.conn.send_close_notify();
+            }
+            tls.flush().unwrap();
+        });
+        let server = format!("[upstreams.u]\nservers = [\"https://localhost:{}\"]\n", upstream.address.port());
+        let gateway = Gateway::start(&format!("{server}{}\n{ROUTE}", ca.trusted("")));
+        let mut client = gateway.client();
+        client.send("GET /a HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
+        let mut received = Vec::new();
+        let _reset = client.stream.read_to_end(&mut received);
+        let received = String::from_utf8_lossy(&received);
+        assert!(received.contains("part"), "{received}");
+        assert_eq!(received.ends_with("\r\n0\r\n\r\n"), is_complete, "{received}");
     }
 }
