@@ -159,8 +159,7 @@ model:
 
 # All kinds of windows in all scenarios, and more random events.
 explore:
-	TRANSOM_EXPLORE_WIDELY=1 cargo test --locked -p transom-store --lib --config profile.dev.package.transom-store.opt-level=1 \
-		-- exploration:: --nocapture
+	TRANSOM_EXPLORE_WIDELY=1 cargo test --locked -p transom-store --lib -- exploration:: --nocapture
 
 broken-store:
 	python3 tests/broken_store.py
