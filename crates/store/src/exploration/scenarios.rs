@@ -363,9 +363,15 @@ fn random_events() {
 #[test]
 fn random_events_of_few_requests() {
     // A failover in a later window than that of the replica; a window that a gateway opened whose clock is ahead; a token that
-    // arrives after its segment; a reservation after a window that a refund has ended.
-    let found =
-        [302313839435245598, 16676301003595179196, 7431914693839469282, 3212515910288396231, 551226610972690977];
+    // arrives after its segment; a reservation after a window that a refund has ended; a reset that the store executes late.
+    let found = [
+        302313839435245598,
+        16676301003595179196,
+        7431914693839469282,
+        3212515910288396231,
+        551226610972690977,
+        6675055252355622594,
+    ];
     runs_at_random(200, &found, |rng| {
         let mut scenario = random_scenario(rng, 6);
         let failures = [

@@ -15,7 +15,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use foldhash::fast::FixedState;
-use tokio::task::{AbortHandle, LocalSet};
+use tokio::task::{AbortHandle, JoinHandle, LocalSet};
 
 use super::delayed_request::{Decided, Waiting};
 use crate::counter_access::{CounterAccess, RequestKeys};
@@ -232,7 +232,7 @@ struct Observations {
     overdrawn: BTreeMap<(usize, String), u64>,
     /// Tokens of refused requests that count.
     refused: [u64; KEYS.len()],
-    /// When each key was reset.
+    /// When the resets of each key took effect, at the latest.
     resets: [Vec<u64>; KEYS.len()],
     /// Whether calls, replies or a gateway were lost.
     has_lost_calls: bool,
@@ -255,6 +255,8 @@ pub struct World {
     rule_set: Arc<RuleSet>,
     charge_plan: Rc<ChargePlan>,
     observed: Observations,
+    /// The resets of the first key.
+    resets: Vec<JoinHandle<()>>,
     broken: Option<String>,
     /// What has happened, if that is written down.
     pub log: Option<String>,
@@ -288,6 +290,7 @@ impl World {
             rule_set,
             charge_plan,
             observed: Observations::default(),
+            resets: Vec::new(),
             broken: None,
             log: None,
         };
@@ -397,6 +400,7 @@ impl World {
                 self.advance(ms).await;
             }
         }
+        self.note_resets();
         self.run_gateways().await;
         self.log(&event);
         // Workers of a gateway share counters, so what happens to one depends on what has happened to another before.
@@ -477,10 +481,18 @@ impl World {
         let KeyQuery { keyed_requests, store_keys, .. } = self.query(kind);
         let gateway = &self.gateways[number];
         let (counters, charge_plan) = (Rc::clone(&gateway.counters), Rc::clone(&self.charge_plan));
-        gateway.tasks.spawn_local(async move {
+        self.resets.push(gateway.tasks.spawn_local(async move {
             let query = KeyQuery { charge_plan: &charge_plan, keyed_requests, reserve: false, store_keys };
             _ = counters.reset(&query).await;
-        });
+        }));
+    }
+
+    /// Notes the time of resets that have not ended.
+    fn note_resets(&mut self) {
+        let now_ms = self.clock.now().unix_ms;
+        for (reset_ms, task) in self.observed.resets[0].iter_mut().zip(&self.resets) {
+            *reset_ms = if task.is_finished() { *reset_ms } else { now_ms };
+        }
     }
 
     /// Settles an admitted request, as the proxy does.
@@ -651,8 +663,11 @@ impl World {
             let parts = if counts_alone { self.histories.len() as u64 + others } else { 1 };
             let admitted = *admitted;
             let period_ms = self.rule_set.windows_of(self.rule_set.layer(layer)).typical_ms();
-            // Requests that waited at a reset pass in a later window.
-            let since_ms = end_ms.saturating_sub(2 * period_ms + self.charge_plan.max_delay_ms());
+            // Requests that waited at a reset pass in a later window. The store may execute a lost call at any time.
+            let since_ms = match self.observed.has_lost_calls {
+                true => 0,
+                false => end_ms.saturating_sub(2 * period_ms + self.charge_plan.max_delay_ms()),
+            };
             let resets = self.observed.resets[kind.key].iter().filter(|reset_ms| **reset_ms >= since_ms).count() as u64;
             // Tokens that were counted alone between the reset in the store and the one here are forgotten too.
             let resets = resets * (1 + u64::from(counts_alone));
