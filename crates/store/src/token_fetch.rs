@@ -188,7 +188,8 @@ impl SharedCounters {
         let is_full = used.saturating_add(request.need) > request.ceiling;
         let is_question = request.need > 0 || request.want == 0;
         if is_question && reply.granted == 0 && is_full && fetch.shards == 1 {
-            in_flight.refused.borrow_mut().push((id, CounterReply { used, ..reply }));
+            // With what is known beyond the reply: a refusal is remembered as long as the known usage stays the same.
+            in_flight.refused.borrow_mut().push((id, CounterReply { used: used.max(usage), ..reply }));
         }
         let refund_target = request.refund_target(reply);
         let lease_end_ms = refund_target.end_ms;
@@ -1403,8 +1404,8 @@ mod tests {
             let read = worker.fetch(0, 0, "a", 0, 10);
             assert_eq!(worker.deposit(&read, 0, 200, end_ms), None, "nothing was needed");
             // The known usage does not decrease.
-            let doubted = TokenFetch { request: CounterRequest { used_min: 95, ..fetch.request.clone() }, ..fetch };
-            assert_eq!(worker.deposit(&doubted, 0, 50, end_ms), Some(95));
+            let doubted = TokenFetch { request: CounterRequest { used_min: 205, ..fetch.request.clone() }, ..fetch };
+            assert_eq!(worker.deposit(&doubted, 0, 50, end_ms), Some(205));
             let sharded = TokenFetch { shards: 4, ..worker.fetch(0, 0, "a", 10, 10) };
             assert_eq!(worker.deposit(&sharded, 0, 100, end_ms), None, "another shard may have tokens");
         });
@@ -1526,6 +1527,26 @@ mod tests {
                 assert!(matches!(decision, Decision::Refused) && charge.is_full);
                 assert_eq!((charge.usage.used, charge.request.ceiling), (5, 5));
             }
+        });
+    }
+
+    #[test]
+    fn a_flood_of_refused_requests_asks_the_store_once_if_more_is_known_than_it_reports() {
+        run(async {
+            let worker = TestWorker::new(&[sliding("5/hour")]).await;
+            assert_eq!(worker.decide("a", 5).await, Some(true));
+            worker.settled_calls().await;
+            // Soon after an outage the known usage does not become less.
+            let shared = &worker.shared;
+            shared.breaker.close(ServerId::ONLY, worker.clock.instant());
+            let (counter, now_ms) = (worker.counter("a", 0), worker.clock.now().unix_ms);
+            let (end_ms, _) = shared.table.known_usage(counter, now_ms).unwrap();
+            shared.raise_known_usage(counter, end_ms, 7, now_ms);
+            for _ in 0..9 {
+                assert_eq!(worker.decide("a", 1).await, Some(false));
+            }
+            // The second is the check in the background.
+            assert_eq!(worker.settled_calls().await.len(), 2);
         });
     }
 
