@@ -63,7 +63,7 @@ PROFILES = {
     # `make release` builds the gateway only. Each build has a profile of its own of how the gateway runs.
     "dist": Profile("dist", 2_000, 3, 0, 0, 0.03),
     # Beside the tests of `make test`, gateway and client are interrupted in other places in each run: counts of requests differ by 4 %.
-    "dev": Profile("debug", 200, 1, 10_000, 500, 0.10),
+    "dev": Profile("debug", 200, 1, 10_000, 100, 0.10),
 }
 
 
