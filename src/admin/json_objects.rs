@@ -78,7 +78,7 @@ object! {
 object! {
     QUESTION is closed = "Question" {
         required("url", Text), optional("method", MAYBE_TEXT), optional("client", MAYBE_TEXT), optional("as_client", MAYBE_TEXT),
-        optional("headers", OrNull(&Map(&AnyOf(&[Text, TEXTS])))),
+        optional("body", MAYBE_TEXT), optional("headers", OrNull(&Map(&AnyOf(&[Text, TEXTS])))),
     }
 }
 
@@ -104,7 +104,7 @@ object! {
         required("key", KEY_PARTS), required("fallback", Boolean),
         required("windows_of", OrNull(&Words(&["rule", "plan", "client", "override"]))), required("plan", MAYBE_TEXT),
         required("override", OrNull(&Schema::Object(&EXPLAINED_OVERRIDE))), required("cost", MAYBE_INTEGER),
-        required("shadow", Boolean), required("shared", Boolean),
+        required("reserved_by", OrNull(&TEXTS)), required("shadow", Boolean), required("shared", Boolean),
         required("store", OrNull(&Words(&["reachable", "unreachable"]))), required("may_include_leased", Boolean),
         required("windows", List(&Schema::Object(&EXPLAINED_WINDOW))),
         required("concurrent", OrNull(&Schema::Object(&CONCURRENCY))),

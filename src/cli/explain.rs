@@ -21,12 +21,15 @@ use transom_config::Config;
 /// Options of `transom explain`.
 #[derive(clap::Args)]
 pub struct Options {
-    /// Method of the request
-    #[arg(short = 'X', long = "request", value_name = "METHOD", default_value = "GET")]
-    method: String,
+    /// Method of the request, by default GET, or POST with a body
+    #[arg(short = 'X', long = "request", value_name = "METHOD")]
+    method: Option<String>,
     /// Header of the request, `Name: value`; may be repeated
     #[arg(short = 'H', long = "header", value_name = "HEADER", value_parser = parse_header)]
     headers: Vec<(String, String)>,
+    /// Body of the request, or `@FILE`; `@-`: the standard input
+    #[arg(short = 'd', long = "data", value_name = "BODY", value_parser = read_data, default_value = "")]
+    body: String,
     /// Address that the request comes from
     #[arg(long, value_name = "IP", default_value_t = Question::CLIENT)]
     client: IpAddr,
@@ -49,9 +52,22 @@ fn parse_header(text: &str) -> Result<(String, String), String> {
     Ok((name.to_owned(), value.trim().to_owned()))
 }
 
+/// A body, or that of a file.
+fn read_data(text: &str) -> Result<String, String> {
+    let Some(file) = text.strip_prefix('@') else { return Ok(text.to_owned()) };
+    let read = if file == "-" { std::io::read_to_string(std::io::stdin()) } else { std::fs::read_to_string(file) };
+    read.map_err(|error| error.to_string())
+}
+
+impl Options {
+    fn method(&self) -> &str {
+        self.method.as_deref().unwrap_or(Question::method_with(&self.body))
+    }
+}
+
 pub fn explain(path: &Path, options: &Options) -> Exit {
-    let question = match Question::new(&options.method, &options.url, &options.headers, options.client) {
-        Ok(question) => Question { as_client: options.as_client.clone(), ..question },
+    let question = match Question::new(options.method(), &options.url, &options.headers, options.client) {
+        Ok(question) => Question { body: options.body.clone(), as_client: options.as_client.clone(), ..question },
         Err(message) => {
             print_err!("transom: {message}");
             return Exit::BadConfig;
@@ -112,8 +128,8 @@ async fn explain_by_config(
 async fn ask_gateway(gateway: &RunningGateway, options: &Options) -> Result<Option<String>, String> {
     let address = &gateway.address;
     let failed = |reason: String| format!("the gateway at http://{address} cannot explain the request: {reason}");
-    let Options { method, url, headers, client, as_client, .. } = options;
-    let question = Question::to_json(method, url, headers, *client, as_client.as_deref());
+    let Options { url, headers, body, client, as_client, .. } = options;
+    let question = Question::to_json(options.method(), url, headers, body, *client, as_client.as_deref());
     let request = Request::post("/v1/explain")
         .header(CONTENT_TYPE, "application/json")
         .header(ACCEPT, if options.json { "application/json" } else { "text/plain" });

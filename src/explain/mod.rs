@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use self::question::Question;
 use self::route_choice::RouteChoice;
 use self::rule_state::{RuleResult, RuleState, error_text};
+use crate::proxy::body_reading::read_values;
 use crate::proxy::served_config::ServedConfig;
 use transom_config::Config;
 use transom_config::access::rfc3339;
@@ -177,6 +178,7 @@ impl Explanation {
             body: None,
         };
         self.routes = Some(RouteChoice::new(served, &view.route_query()));
+        let body_values;
         let (mut params, tokens) = (Vec::new(), served.token_checker());
         let clients = served.decision_service.clients();
         let wall_ms = || counters.clock.wall_ms();
@@ -194,11 +196,17 @@ impl Explanation {
             (self.denied_by, self.decision) = (Some(denial.id()), Decision::Denied(RequestError::Denied.status()));
             return Ok(());
         }
-        resolved.check(&validated, body_bytes(&parts.headers))?;
+        resolved.check(&validated, body_bytes(&parts.headers).max(question.body.len() as u64))?;
+        if let Some(plan) = resolved.rules.body_plan.as_ref().filter(|_| !question.body.is_empty()) {
+            let max_bytes = served.body_key_limit(resolved.actions());
+            body_values = read_values(plan, question.body.as_bytes(), &parts.headers, max_bytes)?;
+            resolved.attributes.body = Some(&body_values);
+        }
         let mut keyed_requests = IdVec::new();
         let error = resolved.find_keys(&mut keyed_requests, |position, found| {
             let key = resolved.describe_key(position, &served.readable_digester);
-            self.rules.push(RuleState::new(resolved.rules.charge_plan.rule(position), key, found));
+            let sources = |variant| resolved.rules.rule_keys[position].reserve_sources(&resolved.attributes, variant);
+            self.rules.push(RuleState::new(resolved.rules.charge_plan.rule(position), key, found, sources));
         });
         let error = match error {
             Some(error) if keyed_requests.iter().all(Option::is_none) => return Err(error),

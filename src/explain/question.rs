@@ -11,12 +11,14 @@ use serde_json::{Map, Value, json};
 use transom_http::path_normalize::encode_query;
 
 /// The fields of a question in JSON.
-const FIELDS: [&str; 5] = ["method", "url", "headers", "client", "as_client"];
+const FIELDS: [&str; 6] = ["method", "url", "headers", "body", "client", "as_client"];
 
 /// A request to explain, in the form of HTTP/1.1.
 #[derive(Debug)]
 pub struct Question {
     pub parts: Parts,
+    /// Empty: the request has none.
+    pub body: String,
     /// Host and port of the URL.
     pub authority: String,
     pub is_secure: bool,
@@ -75,10 +77,10 @@ impl Question {
             let host = HeaderValue::from_str(&authority).map_err(|_invalid| not_a_url())?;
             parts.headers.insert(HOST, host);
         }
-        Ok(Question { parts, authority, is_secure, client, as_client: None })
+        Ok(Question { parts, body: String::new(), authority, is_secure, client, as_client: None })
     }
 
-    /// Parses `{"method": …, "url": …, "headers": {…}, "client": …, "as_client": …}`. The value of a header is a string, or a list for a
+    /// Parses `{"method": …, "url": …, "headers": {…}, "body": …, "client": …, "as_client": …}`. The value of a header is a string, or a list for a
     /// header that is given several times.
     ///
     /// # Errors
@@ -107,7 +109,14 @@ impl Question {
             Some(_) => return Err(NOT_HEADERS.to_owned()),
         };
         let as_client = text("as_client")?.map(str::to_owned);
-        Ok(Question { as_client, ..Question::new(text("method")?.unwrap_or("GET"), url, &fields, client)? })
+        let body = text("body")?.unwrap_or_default().to_owned();
+        let method = text("method")?.unwrap_or(Question::method_with(&body));
+        Ok(Question { as_client, body, ..Question::new(method, url, &fields, client)? })
+    }
+
+    /// The method of a request that names none, as curl has it.
+    pub fn method_with(body: &str) -> &'static str {
+        if body.is_empty() { "GET" } else { "POST" }
     }
 
     /// The body of `POST /v1/explain` that asks a question.
@@ -115,6 +124,7 @@ impl Question {
         method: &str,
         url: &str,
         fields: &[(String, String)],
+        body: &str,
         client: IpAddr,
         as_client: Option<&str>,
     ) -> Value {
@@ -123,7 +133,9 @@ impl Question {
             let values = headers.entry(name.to_ascii_lowercase()).or_insert_with(|| json!([]));
             values.as_array_mut().into_iter().for_each(|values| values.push(json!(value)));
         }
-        json!({ "method": method, "url": url, "headers": headers, "client": client.to_string(), "as_client": as_client })
+        let body = Some(body).filter(|body| !body.is_empty());
+        let client = client.to_string();
+        json!({ "method": method, "url": url, "headers": headers, "body": body, "client": client, "as_client": as_client })
     }
 }
 
@@ -151,7 +163,7 @@ mod tests {
     fn question(url: &str, fields: &[(&str, &str)]) -> Result<Question, String> {
         let fields: Vec<_> = fields.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let asked = Question::new("GET", url, &fields, Question::CLIENT);
-        let body = Question::to_json("GET", url, &fields, Question::CLIENT, None).to_string();
+        let body = Question::to_json("GET", url, &fields, "", Question::CLIENT, None).to_string();
         let parsed = Question::from_json(body.as_bytes());
         let head = |question: &Result<Question, String>| {
             question.as_ref().map(|q| (q.parts.uri.clone(), q.parts.headers.clone(), q.is_secure)).map_err(Clone::clone)

@@ -15,7 +15,7 @@ use transom_limiter::rule::{KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::verdict::Outcome;
 use transom_limiter::window_kind::WindowKind;
-use transom_rules::rate_limit_key::{KeyDescription, KeyFailure};
+use transom_rules::rate_limit_key::{KeyDescription, KeyFailure, ReserveSource};
 use transom_rules::ratelimit_headers::seconds_until;
 use transom_store::counter_access::CounterAccess;
 use transom_store::decision_queries::{KeyQuery, KeyState};
@@ -103,6 +103,8 @@ pub struct RuleState {
     pub key: KeyDescription,
     /// Set if the rule counts the request.
     pub counted: Option<(Variant, u32)>,
+    /// What the cost is taken from, if it is a reserve.
+    pub reserve_sources: Option<Vec<&'static str>>,
     pub result: RuleResult,
     pub reason: String,
     /// In the order of the configuration.
@@ -121,6 +123,7 @@ impl RuleState {
         rule: &CompiledRule,
         key: KeyDescription,
         found: &Result<Option<KeyedRequest>, KeyFailure>,
+        reserve_sources: impl FnOnce(VariantId) -> Option<Vec<ReserveSource>>,
     ) -> RuleState {
         let (result, reason, keyed_request) = match found {
             Ok(Some(keyed_request)) => (RuleResult::Admits, String::new(), Some(*keyed_request)),
@@ -133,6 +136,9 @@ impl RuleState {
             is_shared: rule.rule.sharing != Sharing::Local,
             store: None,
             has_plans: !rule.rule.plans.is_empty(),
+            reserve_sources: keyed_request
+                .and_then(|keyed_request| reserve_sources(keyed_request.variant))
+                .map(|sources| sources.into_iter().map(source_name).collect()),
             counted: keyed_request.map(|keyed_request| (Variant::of(rule, keyed_request.variant), keyed_request.cost)),
             key,
             result,
@@ -284,7 +290,7 @@ impl RuleState {
             "rule": self.name, "result": self.result_name(), "reason": self.reason,
             "key": self.key.parts_json(), "fallback": self.key.is_fallback,
             "windows_of": windows_of, "plan": plan, "override": override_of,
-            "cost": self.counted.as_ref().map(|(_, cost)| cost),
+            "cost": self.counted.as_ref().map(|(_, cost)| cost), "reserved_by": self.reserve_sources,
             "shadow": self.is_shadow, "shared": self.is_shared,
             "store": self.store.map(|store| if store == Store::Unreachable { "unreachable" } else { "reachable" }),
             "may_include_leased": self.store == Some(Store::Reachable { may_include_leased: true }),
@@ -305,6 +311,18 @@ impl Variant {
             (None, None) if variant != VariantId::DEFAULT => Variant::Client,
             (None, None) => Variant::Default,
         }
+    }
+}
+
+/// As in the configuration.
+fn source_name(source: ReserveSource) -> &'static str {
+    match source {
+        ReserveSource::Json => "json",
+        ReserveSource::Bytes => "bytes",
+        ReserveSource::Default => "default",
+        ReserveSource::Learnt => "learnt",
+        ReserveSource::Fixed => "reserve",
+        ReserveSource::Most => "max",
     }
 }
 

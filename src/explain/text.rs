@@ -104,6 +104,9 @@ impl Explanation {
                 }
             }
             write!(f, "; cost {cost}")?;
+            if let Some(sources) = &rule.reserve_sources {
+                write!(f, ", reserved by `{}`", sources.join("`, `"))?;
+            }
         }
         writeln!(f)?;
         self.write_windows(rule, f)?;

@@ -50,17 +50,9 @@ impl BodyReading {
         headers: &mut HeaderMap,
         timer: &Timer,
     ) -> Result<ReadBody, RequestError> {
-        let [content_encoding, content_type] = [CONTENT_ENCODING, CONTENT_TYPE].map(|name| joined(headers, name));
-        let coding =
-            BodyCoding { content_encoding: content_encoding.as_deref(), content_type: content_type.as_deref() };
         let BodyReading { plan, max_bytes, limits, timeout, set_include_usage } = self;
         let mut body = read_to_end(RequestBody::new(body, || limits.at_most(max_bytes as u64)), timeout, timer).await?;
-        let values = BodyValues::read(&plan, body.data(), coding, max_bytes);
-        let values = values.map_err(|error| match error {
-            BodyError::RepeatedMember => RequestError::BodyAmbiguous,
-            BodyError::Undecodable => RequestError::BodyCoding,
-            BodyError::TooLarge => RequestError::BodyTooLarge(max_bytes as u64),
-        })?;
+        let values = read_values(&plan, body.data(), headers, max_bytes)?;
         let rewritten = set_include_usage.then(|| asking_for_usage(body.data(), &values, headers)).flatten();
         let hides_usage = rewritten.is_some();
         if let Some(data) = rewritten {
@@ -73,6 +65,25 @@ impl BodyReading {
         }
         Ok(ReadBody { body: ClientBody::buffered(body), values: Box::new(values), hides_usage })
     }
+}
+
+/// What rules read of a whole body.
+pub fn read_values(
+    plan: &Arc<BodyPlan>,
+    body: &[u8],
+    headers: &HeaderMap,
+    max_bytes: usize,
+) -> Result<BodyValues, RequestError> {
+    if body.len() > max_bytes {
+        return Err(RequestError::BodyTooLarge(max_bytes as u64));
+    }
+    let [content_encoding, content_type] = [CONTENT_ENCODING, CONTENT_TYPE].map(|name| joined(headers, name));
+    let coding = BodyCoding { content_encoding: content_encoding.as_deref(), content_type: content_type.as_deref() };
+    BodyValues::read(plan, body, coding, max_bytes).map_err(|error| match error {
+        BodyError::RepeatedMember => RequestError::BodyAmbiguous,
+        BodyError::Undecodable => RequestError::BodyCoding,
+        BodyError::TooLarge => RequestError::BodyTooLarge(max_bytes as u64),
+    })
 }
 
 async fn read_to_end(mut body: RequestBody, timeout: Duration, timer: &Timer) -> Result<BufferedBody, RequestError> {

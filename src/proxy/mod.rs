@@ -9,7 +9,7 @@
 //! `worker_state` what a worker keeps between requests, `peer` what requests know of their connection.
 
 mod admission;
-mod body_reading;
+pub mod body_reading;
 mod byte_meter;
 mod charged_request;
 mod delayed_request;

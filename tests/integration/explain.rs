@@ -332,7 +332,7 @@ fn details_are_as_checked_by_hand(explained: &[Value]) {
             {
                 "rule": "per-client", "result": "admits", "reason": "there is room",
                 "key": [{"part": "ip", "value": "203.0.113.1"}], "fallback": false, "windows_of": "rule",
-                "plan": null, "override": null, "cost": 1, "shadow": false, "shared": false,
+                "plan": null, "override": null, "cost": 1, "reserved_by": null, "shadow": false, "shared": false,
                 "store": null, "may_include_leased": false,
                 "windows": [window("per-client-hour", 0, 8, 2690), window("per-client-minute", 0, 5, 50)],
                 "concurrent": null,
@@ -340,7 +340,7 @@ fn details_are_as_checked_by_hand(explained: &[Value]) {
             {
                 "rule": "per-key", "result": "admits", "reason": "there is room",
                 "key": [{"part": "ip", "value": "203.0.113.1"}], "fallback": true, "windows_of": "rule",
-                "plan": null, "override": null, "cost": 1, "shadow": false, "shared": false,
+                "plan": null, "override": null, "cost": 1, "reserved_by": null, "shadow": false, "shared": false,
                 "store": null, "may_include_leased": false,
                 "windows": [window("per-key", 0, 2, 50)], "concurrent": null,
             },
@@ -1131,6 +1131,28 @@ fn the_command_asks_the_running_gateway() {
     let found: Value = serde_json::from_str(&out).unwrap();
     assert_eq!((code, &found["decision"], &found["live"]), (Some(0), &json!("refused"), &json!(true)));
     process.get("/a").expect(429);
+}
+
+/// The key and the reserve are read from the body, by the running gateway and by the file.
+#[test]
+fn the_command_explains_a_request_with_a_body() {
+    let rule = "key = \"json:/model\"\non_missing_key = \"skip\"\nwindows = [\"900/366d\"]\n\
+                cost = { usage = \"auto\", reserve = { json = \"/max_tokens\", default = 5 } }";
+    let toml =
+        |port: u16| format!("listen = {{ http = \"127.0.0.1:0\", admin = \"127.0.0.1:{port}\" }}\n{}", one_rule(rule));
+    let process = Process::spawn(&toml(free_port()));
+    let file = process.config_path().display().to_string();
+    let (folder, body) = (TempDir::new(), r#"{"model":"a","max_tokens":70}"#);
+    let data = format!("@{}", folder.write("body.json", body).display());
+    let stopped = folder.write("gateway.toml", toml(free_port())).display().to_string();
+    for (file, data) in [(&file, body), (&file, data.as_str()), (&stopped, body)] {
+        let (code, out, err) = command(file, &["-d", data, "http://a/b"]);
+        assert_eq!((code, err.as_str()), (Some(0), ""), "{out}");
+        assert!(out.starts_with("request:  POST http://a/b"), "{out}");
+        assert!(out.contains("  key: json:/model = a; cost 70, reserved by `json`\n"), "{out}");
+    }
+    let (_, out, _) = command(&file, &["-d", r#"{"model":1,"Model":2}"#, "http://a/b"]);
+    assert!(out.contains("decision: error with 400"), "{out}");
 }
 
 /// The gateway reads the file with the token again when it changes, and so does the command.

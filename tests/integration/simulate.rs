@@ -600,6 +600,57 @@ fn simulated_costs_are_those_of_the_gateway() {
     assert_eq!(directory.json(&["access.log"])["notes"], notes);
 }
 
+/// Costs by usage, by weights and by bytes, with what was reserved, are those of the log.
+#[test]
+fn simulated_usage_is_that_of_the_gateway() {
+    let upstream = Upstream::responding(|request| {
+        let usage =
+            |input: u64| format!(r#"{{"usage":{{"prompt_tokens":{input},"completion_tokens":7}},"model":"m"}}"#);
+        match request.target.as_str() {
+            "/none" => reply(200, &[], b"{}"),
+            "/failed" => reply(500, &[], b"no"),
+            target => reply(200, &[], usage(target[1..].parse().unwrap()).as_bytes()),
+        }
+    });
+    let rules = format!(
+        "listen = {{ http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\", trusted_proxies = [\"127.0.0.1\"] }}\n{}\
+         [rules.tokens]\nkey = \"ip\"\nwindows = [\"250/minute\"]\n\
+         cost = {{ usage = \"auto\", reserve = {{ json = \"/max_tokens\", default = 12 }} }}\n\
+         [rules.money]\nkey = \"ip\"\nwindows = [\"4000/hour\"]\n\
+         cost = {{ usage = \"auto\", weights = {{ big = {{ input = 2.5 }}, default = {{ output = 0.1 }} }} }}\n\
+         [rules.bytes]\nkey = \"ip\"\nwindows = [\"1KiB/minute\"]\ncost = {{ bytes = \"both\", unit = 64 }}\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"tokens\", \"money\", \"bytes\"]\n",
+        upstream.toml("u")
+    );
+    let mut random = seeded_rng();
+    let directory = Directory::new(&rules);
+    let log = directory.0.path().join("access.log");
+    let gateway = Gateway::start(&format!("{rules}[access_log]\nfile = \"{}\"\n", log.display()));
+    for logged in 1..=400 {
+        let fields = [("X-Forwarded-For", ["10.0.0.1", "10.0.0.2"][random.usize(..2)])];
+        let path = ["/none", "/failed", "/0", "/3", "/40", "/70"][random.usize(..6)];
+        // Lines of refused requests do not have the reserve, so that it is the default in all.
+        let body = format!("{{\"model\":\"{}\",\"max_tokens\":12}}", ["big", "small"][random.usize(..2)]);
+        gateway.client().request("POST", path, &fields, body.as_bytes());
+        // The cost has been charged once the line is written.
+        eventually("the line is written", || fs::read_to_string(&log).unwrap_or_default().lines().count() == logged);
+        gateway.advance(Duration::from_millis(random.u64(..5000)));
+    }
+    let result = directory.json(&["access.log"]);
+    assert_eq!(result["as_logged"], serde_json::json!({ "same": 400, "different": 0 }));
+    for rule in result["scenarios"][0]["rules"].as_array().unwrap() {
+        assert!(rule["refused"].as_u64() > Some(0), "{rule}");
+    }
+    // Each row: what four requests have cost, without usage in the log: 250 tokens are reserved, or were charged, once.
+    for (cost, refused) in
+        [(r#""reserved":{"tokens":250}"#, 3), (r#""cost":{"tokens":250}"#, 3), (r#""cost":{"r":250}"#, 0)]
+    {
+        let line = r#"{"time":"2026-01-01T00:00:00Z","client":"10.0.0.1","method":"POST","path":"/a","route":"r","status":200,"#;
+        directory.write("costs.log", format!("{line}{cost}}}\n").repeat(4));
+        assert_eq!(directory.json(&["costs.log"])["scenarios"][0]["refused"], refused, "{cost}");
+    }
+}
+
 #[test]
 fn simulated_delays_are_those_of_the_gateway() {
     // Windows of fractions of a second, because waiting requests sleep for real.

@@ -247,7 +247,13 @@ fn the_request_or_experience_says_what_is_reserved() {
     let toml = config(&upstream, &rules.each_ref().map(String::as_str));
     let mut gateway = Gateway::start(&toml);
     let mut totals = [0, 0];
+    let explain = |gateway: &Gateway, body: &str| {
+        let question = json!({ "url": "http://a/chat", "method": "POST", "body": body });
+        let explained = gateway.decision("explain", &question).expect(200).json();
+        [0, 1].map(|rule| (explained["rules"][rule]["cost"].as_u64(), explained["rules"][rule]["reserved_by"].clone()))
+    };
     let mut ask = |gateway: &Gateway, path: &str, body: &str, reserves: [u64; 2]| {
+        assert_eq!(explain(gateway, body).map(|(cost, _)| cost), reserves.map(Some), "{body}");
         let mut client = gateway.client();
         client.send(request("POST", path, &[], body.as_bytes()));
         let mut response = client.read_head().unwrap();
@@ -265,10 +271,16 @@ fn the_request_or_experience_says_what_is_reserved() {
     ask(&gateway, "/none", "no JSON", [2 * 2 + 150, 70]);
     ask(&gateway, "/chat", "", [150, 70]);
     ask(&gateway, "/chat", "{\"max_tokens\":9999999999}", [1000, 70]);
+    let sources = |body: &str| explain(&gateway, body).map(|(_, sources)| sources);
+    assert_eq!(sources("{\"max_tokens\":10.5}"), [json!(["json", "bytes"]), json!(["default"])]);
+    assert_eq!(sources("{\"max_tokens\":null}"), [json!(["default", "bytes"]), json!(["default"])]);
+    assert_eq!(sources(""), [json!(["default"]), json!(["default"])]);
+    assert_eq!(sources("{\"max_tokens\":9999}"), [json!(["json", "bytes", "max"]), json!(["default"])]);
     for _ in 0..20 {
         ask(&gateway, "/chat", "{\"max_tokens\":0,\"model\":\"m\"}", [2 * 7, 70]);
     }
     ask(&gateway, "/chat", "{\"max_tokens\":0,\"model\":\"m\"}", [2 * 7, 25]);
+    assert_eq!(explain(&gateway, "{\"model\":\"m\"}")[1], (Some(25), json!(["learnt"])));
     ask(&gateway, "/chat", "{\"max_tokens\":0,\"model\":\"n\"}", [2 * 7, 70]);
     // A reload that changes another rule keeps what was learnt.
     gateway.reload_and_wait(&toml.replace("max = 1000", "max = 900"));

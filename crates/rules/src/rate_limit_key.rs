@@ -79,23 +79,54 @@ struct BodyReserve {
     learnt: Option<Arc<LearntCosts>>,
 }
 
+/// What a reserve is taken from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReserveSource {
+    /// The number that the request states.
+    Json,
+    /// The length of the body.
+    Bytes,
+    /// `default`.
+    Default,
+    /// What requests have cost.
+    Learnt,
+    /// The number that is set as `reserve`.
+    Fixed,
+    /// What it is lowered to: `max`, or the smallest capacity.
+    Most,
+}
+
 impl BodyReserve {
-    /// At least 1: with a reserve of 0, a request would always be admitted.
-    fn of_request(&self, body: Option<&BodyValues>, variant: VariantId) -> u32 {
+    /// At least 1: with a reserve of 0, a request would always be admitted. `from`: receives what it is taken from.
+    fn of_request(&self, body: Option<&BodyValues>, variant: VariantId, mut from: impl FnMut(ReserveSource)) -> u32 {
         let model = body.and_then(BodyValues::model);
         let reserve = match &self.usage.reserve {
             Reserve::OfRequest { output, bytes_per_input, default } => {
                 let stated = output.as_ref().zip(body).and_then(|(pointer, body)| body.number(pointer));
+                from(if stated.is_some() { ReserveSource::Json } else { ReserveSource::Default });
                 let bytes = body.map_or(0, BodyValues::bytes);
                 let input = bytes_per_input.map_or(0, |per_token| bytes.div_ceil(per_token as usize));
+                if input > 0 {
+                    from(ReserveSource::Bytes);
+                }
                 let usage = Usage::of((input as u64).into(), stated.unwrap_or(u64::from(*default).into()));
                 self.usage.weights.of(model).cost(&usage)
             }
             Reserve::Learnt { default } | Reserve::Fixed(default) => {
-                self.learnt.as_ref().and_then(|learnt| learnt.reserve(model)).unwrap_or(*default)
+                let learnt = self.learnt.as_ref().and_then(|learnt| learnt.reserve(model));
+                from(if learnt.is_some() { ReserveSource::Learnt } else { ReserveSource::Default });
+                learnt.unwrap_or(*default)
             }
         };
-        reserve.clamp(1, *self.most.get(variant).unwrap_or(&self.most[VariantId::DEFAULT]))
+        let most = self.most(variant);
+        if reserve > most {
+            from(ReserveSource::Most);
+        }
+        reserve.clamp(1, most)
+    }
+
+    fn most(&self, variant: VariantId) -> u32 {
+        *self.most.get(variant).unwrap_or(&self.most[VariantId::DEFAULT])
     }
 }
 
@@ -293,6 +324,25 @@ impl RuleKey {
             }
         };
         Ok(Some(keyed_request(variant, self.cost.of_request(request, &self.rule, variant)?)))
+    }
+
+    /// Of a request whose body is not known, with what was reserved for it by its body.
+    pub fn with_reserved(&self, keyed_request: KeyedRequest, reserved: u32) -> KeyedRequest {
+        let RequestCost::OfBody(reserve) = &self.cost else { return keyed_request };
+        KeyedRequest { cost: reserved.clamp(1, reserve.most(keyed_request.variant)), ..keyed_request }
+    }
+
+    /// What the cost of a request in a variant is taken from, if it is a reserve.
+    pub fn reserve_sources(&self, request: &RequestAttributes<'_>, variant: VariantId) -> Option<Vec<ReserveSource>> {
+        match &self.cost {
+            RequestCost::Fixed(_) | RequestCost::Header { .. } => None,
+            RequestCost::Reserve(_) => Some(vec![ReserveSource::Fixed]),
+            RequestCost::OfBody(reserve) => {
+                let mut sources = Vec::new();
+                reserve.of_request(request.body, variant, |source| sources.push(source));
+                Some(sources)
+            }
+        }
     }
 
     /// Whether the rule exempts a request for which [`RuleKey::keyed_request`] has found no key. Otherwise the rule skips the
@@ -672,7 +722,7 @@ impl RequestCost {
             RequestCost::Reserve(reserves) => {
                 return Ok(*reserves.get(variant).unwrap_or(&reserves[VariantId::DEFAULT]));
             }
-            RequestCost::OfBody(reserve) => return Ok(reserve.of_request(*body, variant)),
+            RequestCost::OfBody(reserve) => return Ok(reserve.of_request(*body, variant, |_source| ())),
             RequestCost::Header { name, default, max } => (name, *default, *max),
         };
         let mut values = headers.get_all(name).iter();

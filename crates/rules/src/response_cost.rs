@@ -195,6 +195,12 @@ impl ResponseCostRule {
         matches!(self.stated, Some(StatedCost::Usage { .. }))
     }
 
+    /// The cost of a usage; `None` for a rule that does not read it.
+    pub fn cost_of_usage(&self, usage: &Usage, model: Option<&str>) -> Option<u32> {
+        let Some(StatedCost::Usage { weights, .. }) = &self.stated else { return None };
+        Some(weights.of(model).cost(usage))
+    }
+
     /// The bytes that it counts.
     pub fn bytes(&self) -> Option<ByteCost> {
         match &self.stated {

@@ -106,6 +106,13 @@ impl<'a> Scanner<'a> {
         }
     }
 
+    /// The text of the object or array here, which is skipped.
+    pub fn nested(&mut self) -> Result<Span, Malformed> {
+        let start = self.at;
+        self.skip_nested()?;
+        Ok(self.span(start, self.at, false))
+    }
+
     /// Skips the object or array here.
     pub fn skip_nested(&mut self) -> Result<(), Malformed> {
         let mut depth = 0_usize;

@@ -2,12 +2,14 @@
 //! gateway and others. A parsed line consists of positions in the buffer, so that parsing copies nothing.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::str::FromStr;
 
 use http::HeaderName;
 use memchr::{memchr, memchr_iter, memrchr};
 
 use super::json_scanner::{Malformed, Scanner, Span, Value};
 use super::timestamp;
+use transom_usage::decimal::Decimal;
 
 /// The form of the lines.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,6 +34,8 @@ pub struct LogFormat {
 pub struct LoggedFields {
     pub request: Vec<HeaderName>,
     pub response: Vec<HeaderName>,
+    /// Whether costs depend on usage or bytes.
+    pub costs: bool,
 }
 
 /// Keys of JSON objects, and what they say: a hash table by the first eight bytes and the length of a key, because every
@@ -82,6 +86,13 @@ enum Field {
     Decisions,
     /// Of this gateway: the rules that refused the request.
     RefusedBy,
+    /// What [`LoggedCost`] has.
+    Usage,
+    Model,
+    Reserved,
+    Cost,
+    BytesReceived,
+    BytesSent,
     Route,
     Error,
 }
@@ -186,6 +197,30 @@ const KNOWN_KEYS: [(&str, Field, u8); 69] = [
     ("error", Field::Error, 1),
 ];
 
+/// Keys that are read if costs depend on usage or bytes.
+const COST_KEYS: [(&str, Field); 6] = [
+    ("usage", Field::Usage),
+    ("model", Field::Model),
+    ("reserved", Field::Reserved),
+    ("cost", Field::Cost),
+    ("bytes_received", Field::BytesReceived),
+    ("bytes_sent", Field::BytesSent),
+];
+
+/// What a line says about the cost of its request, as the log of this gateway has it. Objects are texts, empty if they are absent.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct LoggedCost {
+    /// An object by kinds.
+    pub usage: Span,
+    pub model: Span,
+    /// Objects by the names of rules.
+    pub reserved: Span,
+    pub cost: Span,
+    /// Of the body.
+    pub bytes_received: Option<u64>,
+    pub bytes_sent: Option<u64>,
+}
+
 /// A request of a log. Spans are positions in the buffer that the line was parsed in.
 #[derive(Clone, Copy, Debug)]
 pub struct LogLine {
@@ -215,6 +250,7 @@ pub struct LogLine {
     pub is_unauthorized: bool,
     /// Whether the time was given without a zone.
     pub lacks_zone: bool,
+    pub cost: LoggedCost,
     /// Positions in the list of fields.
     pub headers: (u32, u32),
 }
@@ -263,6 +299,9 @@ impl LogFormat {
         let mut keys = KeyTree::default();
         for (key, field, rank) in KNOWN_KEYS {
             keys.insert(key, field, rank);
+        }
+        for (key, field) in COST_KEYS.into_iter().filter(|_| logged.costs) {
+            keys.insert(key, field, 1);
         }
         let request_fields = logged.request.len();
         for (position, header) in logged.request.iter().chain(&logged.response).enumerate() {
@@ -396,6 +435,7 @@ impl LogFormat {
             decision: None,
             is_unauthorized: false,
             lacks_zone: false,
+            cost: LoggedCost::default(),
             headers: (first_header, headers.len() as u32),
         })
     }
@@ -510,6 +550,7 @@ struct JsonFields {
     /// `None` if there is no route; `Some(false)` if it is `null`.
     has_route: Option<bool>,
     has_error: bool,
+    cost: LoggedCost,
     first_header: usize,
 }
 
@@ -527,7 +568,13 @@ impl JsonFields {
                 Value::Object if node.members.nodes.is_empty() => {
                     self.has_decisions |= matches!(node.field, Some((Field::Decisions, _)));
                     self.has_refused_by |= matches!(node.field, Some((Field::RefusedBy, _)));
-                    scanner.skip_nested()?;
+                    let object = scanner.nested()?;
+                    match node.field {
+                        Some((Field::Usage, _)) => self.cost.usage = object,
+                        Some((Field::Reserved, _)) => self.cost.reserved = object,
+                        Some((Field::Cost, _)) => self.cost.cost = object,
+                        _ => {}
+                    }
                 }
                 Value::Object => self.read_object(&node.members, line, scanner, headers)?,
                 Value::Array => {
@@ -578,7 +625,7 @@ impl JsonFields {
             Field::Delay => self.delay_ms = timestamp::in_thousandths(bytes).map(|thousandths| thousandths / 1000),
             Field::ClientName => self.client_name = text,
             Field::Decisions => {}
-            Field::GrpcStatus => self.grpc_status = std::str::from_utf8(bytes).ok().and_then(|code| code.parse().ok()),
+            Field::GrpcStatus => self.grpc_status = number(bytes),
             Field::Client => {
                 self.has_client = true;
                 if self.client.is_none_or(|(known, ..)| rank < known) {
@@ -607,6 +654,10 @@ impl JsonFields {
             }
             Field::Header(_) => {}
             Field::RefusedBy => self.has_refused_by |= !bytes.is_empty(),
+            Field::Model => self.cost.model = text,
+            Field::BytesReceived => self.cost.bytes_received = number(bytes),
+            Field::BytesSent => self.cost.bytes_sent = number(bytes),
+            Field::Usage | Field::Reserved | Field::Cost => {}
             Field::Route => self.has_route = Some(true),
             Field::Error => self.has_error = true,
         }
@@ -673,8 +724,36 @@ impl JsonFields {
             decision,
             is_unauthorized: self.has_error && self.has_route.is_some() && status == Some(401),
             lacks_zone: !time.has_zone,
+            cost: self.cost,
             headers: (self.first_header as u32, headers.len() as u32),
         })
+    }
+}
+
+fn number<T: FromStr>(text: &[u8]) -> Option<T> {
+    std::str::from_utf8(text).ok()?.parse().ok()
+}
+
+impl LoggedCost {
+    /// The number of a member of one of the objects.
+    pub fn member(object: Span, name: &str, line: &[u8]) -> Option<Decimal> {
+        let (text, mut found) = (object.of(line), None);
+        let mut scanner = Scanner::new(text);
+        let read = scanner.object(&mut |scanner, key| {
+            match scanner.value()? {
+                Value::Number(number) if key.of(text) == name.as_bytes() => {
+                    found = std::str::from_utf8(number.of(text)).ok().and_then(Decimal::parse);
+                }
+                Value::Object | Value::Array => scanner.skip_nested()?,
+                _ => {}
+            }
+            Ok(())
+        });
+        read.ok().and(found)
+    }
+
+    pub fn model(self, line: &[u8]) -> Option<&str> {
+        std::str::from_utf8(self.model.of(line)).ok().filter(|model| !model.is_empty())
     }
 }
 
@@ -811,7 +890,11 @@ mod tests {
 
     fn format(text: &str, request_fields: &[&'static str]) -> LogFormat {
         let request = request_fields.iter().map(|name| HeaderName::from_static(name)).collect();
-        LogFormat::parse(text, LoggedFields { request, response: vec![HeaderName::from_static("x-cost")] }).unwrap()
+        LogFormat::parse(
+            text,
+            LoggedFields { request, response: vec![HeaderName::from_static("x-cost")], costs: false },
+        )
+        .unwrap()
     }
 
     /// What a line says: time, client, method, target, host, status, and the fields by their position.

@@ -5,18 +5,18 @@ use std::sync::Arc;
 
 use std::ops::Range;
 
-use http::{HeaderMap, HeaderName, header};
-use smallvec::SmallVec;
+use http::{HeaderMap, HeaderName, StatusCode, header};
 
+use super::json_scanner::Span;
 use super::log_files::Batch;
-use super::log_line::{HeaderSpan, LogLine, LoggedDecision, LoggedFields};
+use super::log_line::{HeaderSpan, LogLine, LoggedCost, LoggedDecision, LoggedFields};
 use super::request_reader::{Buffers, RequestReader, read_headers};
 use super::scenario::{Request, Scenario};
 use transom_config::Config;
 use transom_config::key_kind::{HEADER, KeyKind, Logged};
 use transom_config::toml_reader::nearest;
 use transom_http::error::RequestError;
-use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
+use transom_limiter::handles::{IdVec, RuleId};
 use transom_limiter::key::{KeyPart, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule, Sharing};
@@ -25,8 +25,9 @@ use transom_rules::access::DenyList;
 use transom_rules::compiled_config::{CompiledConfig, LiveData, RouteRules};
 use transom_rules::key_source::KeySource;
 use transom_rules::resolved_request::ResolvedRequest;
-use transom_rules::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule, ResponseEnd};
+use transom_rules::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseEnd};
 use transom_rules::responses::CLIENT_CLOSED_REQUEST;
+use transom_usage::usage::{Kind, Usage};
 
 /// Equal simulations have equal results.
 const SEED: Seed = Seed(0x7472_616e_736f_6d00, 0x7369_6d75_6c61_7465);
@@ -298,7 +299,7 @@ impl Replay {
         request.costs.clear();
         if !rules.response_costs.rules.is_empty() {
             read_headers(response_headers, headers, text, &reader.fields.response, reader.fields.request.len());
-            response_costs(rules, line, response_headers, &mut request.costs);
+            response_costs(rules, line, text, response_headers, request);
         }
         for (position, rule) in rules.charge_plan.rules().enumerate() {
             inputs[*rule].count(&resolved, line, request.final_cost(position));
@@ -366,28 +367,62 @@ impl RuleInputs {
     }
 }
 
-/// What the response of a line says about the cost under each rule of `response_costs`.
-fn response_costs(
-    rules: &RouteRules,
-    line: &LogLine,
-    fields: &HeaderMap,
-    costs: &mut SmallVec<[(PlanPosition, FinalCost); 2]>,
-) {
-    // The log does not know what a refused request would have been answered with. Without a response, nothing is refunded.
-    let has_response =
-        |status: &u16| *status != CLIENT_CLOSED_REQUEST && line.decision != Some(LoggedDecision::Refused);
-    if let Some(status) = line.status.filter(has_response).and_then(|status| status.try_into().ok()) {
-        // This gateway logs each status of gRPC that there is.
-        let grpc_status = line.grpc_status.or(line.decision.map(|_| GRPC_UNKNOWN));
+/// What the response of a line says about the cost under each rule of `response_costs`; and what was reserved by the body.
+fn response_costs(rules: &RouteRules, line: &LogLine, text: &[u8], fields: &HeaderMap, request: &mut Request) {
+    // The log does not know what a refused request would have been answered with.
+    if line.decision == Some(LoggedDecision::Refused) {
+        return;
+    }
+    let logged = &line.cost;
+    let usage = (logged.usage.len > 0).then(|| {
+        let mut usage = Usage::default();
+        for kind in Kind::ALL {
+            usage[kind] = LoggedCost::member(logged.usage, kind.name(), text).unwrap_or_default();
+        }
+        usage
+    });
+    let tokens = |object: Span, rule: &str| {
+        let tokens = LoggedCost::member(object, rule, text)?;
+        Some(u32::try_from(tokens.rounded_up()).unwrap_or(u32::MAX))
+    };
+    // Without a response, nothing is refunded.
+    let status = line.status.filter(|status| *status != CLIENT_CLOSED_REQUEST);
+    let status = status.and_then(|status| StatusCode::from_u16(status).ok());
+    // This gateway logs each status of gRPC that there is.
+    let grpc_status = line.grpc_status.or(line.decision.map(|_| GRPC_UNKNOWN));
+    for rule in &rules.response_costs.rules {
+        let position = rule.position;
+        let name = &rules.charge_plan.rule(position).rule.name;
+        if let Some(reserved) = tokens(logged.reserved, name)
+            && let Some(keyed_request) = &mut request.keyed_requests[position]
+        {
+            *keyed_request = rules.rule_keys[position].with_reserved(*keyed_request, reserved);
+        }
+        let stated = match (rule.bytes(), logged.bytes_received, logged.bytes_sent) {
+            (Some(bytes), Some(received), Some(sent)) => {
+                Some(u32::try_from(bytes.tokens(received, sent)).unwrap_or(u32::MAX))
+            }
+            (Some(_), ..) => None,
+            (None, ..) => usage
+                .and_then(|usage| rule.cost_of_usage(&usage, logged.model(text)))
+                .or_else(|| tokens(logged.cost, name).filter(|_| rule.reads_usage())),
+        };
+        let Some(status) = status else {
+            if let Some(stated) = stated {
+                request.costs.push((position, FinalCost::Stated(stated)));
+            }
+            continue;
+        };
         // Logs do not have the body.
         let response = ResponseEnd { status, headers: fields, grpc_status, body: None };
-        let cost = |rule: &ResponseCostRule| match rule.final_cost(&response, 0) {
-            FinalCost::KnownAtEnd if rule.reads_usage() && rule.refunds(status) => {
-                (rule.position, FinalCost::Stated(0))
+        let cost = match (rule.final_cost(&response, 0), stated) {
+            (FinalCost::KnownAtEnd | FinalCost::AsCharged, Some(stated)) if rule.states_cost() => {
+                FinalCost::Stated(stated)
             }
-            FinalCost::KnownAtEnd if rule.reads_usage() => (rule.position, FinalCost::AsCharged),
-            cost => (rule.position, cost),
+            (FinalCost::KnownAtEnd, None) if rule.reads_usage() && rule.refunds(status) => FinalCost::Stated(0),
+            (FinalCost::KnownAtEnd, None) if rule.reads_usage() => FinalCost::AsCharged,
+            (cost, _) => cost,
         };
-        costs.extend(rules.response_costs.rules.iter().map(cost));
+        request.costs.push((position, cost));
     }
 }

@@ -100,6 +100,7 @@ impl RequestReader {
             Cost::Fixed(_) | Cost::Request { .. } | Cost::Response { header: None, .. } => None,
         });
         let response = response.collect();
+        let costs = config.rules.iter().any(|rule| rule.usage.is_some() || rule.bytes.is_some());
         let api_keys = config.clients.as_ref().map_or(&[][..], |clients| &clients.api_key);
         let field = |part: &KeyPart| match part.name() {
             Some(name) if HEADER.has(part) => Some((HeaderName::from_bytes(name.as_bytes()).ok()?, "")),
@@ -114,7 +115,7 @@ impl RequestReader {
             reads_query,
             clients: compiled.clients.as_ref().map(|clients| clients.current()),
             is_secure: !config.listen.https.is_empty(),
-            fields: LoggedFields { request, response },
+            fields: LoggedFields { request, response, costs },
             api_key_fields,
             names_clients: false,
             compiled,
