@@ -148,6 +148,7 @@ bench: release $(PARTS)/envoy/installed bench-pingora
 	python3 benches/revocation.py
 	python3 benches/top_keys.py
 	python3 benches/dashboard.py
+	python3 benches/model_apis.py
 	python3 benches/ratelimit_service.py
 
 # A gateway that benches/peers.py measures, with dependencies of its own. A part of them needs cmake.
