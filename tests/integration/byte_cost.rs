@@ -12,12 +12,13 @@ use crate::count_when::documented;
 use crate::support::client::{Client, HOST, request};
 use crate::support::gateway::Gateway;
 use crate::support::gateway_group::query_decision;
-use crate::support::http2_client::{DATA, RST_STREAM, RawHttp2};
+use crate::support::http2_client::{DATA, RST_STREAM, RawHttp2, STATUS_200, frame};
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::redis::RedisServer;
 use crate::support::upstream::{ReceivedRequest, Upstream, reply};
 use crate::support::{TempDir, eventually, eventually_eq};
+use crate::websocket_streams::switching_upstream;
 
 const HANDSHAKE: [(&str, &str); 4] = [
     ("Connection", "Upgrade"),
@@ -348,6 +349,59 @@ fn a_tunnel_that_exceeds_the_limit_is_closed() {
     eventually_used(&gateway, 6);
     client.send(b"x");
     assert_eq!(client.read_exactly(2), b"xx");
+}
+
+/// The same for a WebSocket on a stream of HTTP/2.
+#[test]
+fn a_tunnel_on_a_stream_is_charged_and_cut() {
+    let upstream = switching_upstream(|connection| {
+        while let Some(byte) = connection.read_exactly(1) {
+            connection.send([byte[0]; 2]);
+        }
+    });
+    let read = |client: &mut RawHttp2, mut bytes: usize| {
+        while bytes > 0 {
+            bytes -= client.read_until(DATA).payload.len();
+        }
+    };
+    for (more, used) in [("", 6), (", on_exceeded = \"cut\"", 5)] {
+        let gateway = start(&upstream, "5kB", "response", more);
+        let mut client = RawHttp2::connect(gateway.http);
+        assert_eq!(client.open_websocket(1, "/chat").read_status(1), STATUS_200);
+        let piece = vec![b'x'; used as usize * 500];
+        client.send(frame(DATA, 0, 1, &piece));
+        read(&mut client, 2 * piece.len());
+        eventually_used(&gateway, used);
+        client.send(frame(DATA, 0, 1, b"x"));
+        read(&mut client, 2);
+        if more.is_empty() {
+            client.send(frame(DATA, 0, 1, b"x"));
+            read(&mut client, 2);
+        } else {
+            client.read_until(RST_STREAM);
+        }
+        eventually_eq(|| cut_transfers(&gateway), u64::from(!more.is_empty()));
+        gateway.get("/").expect(429);
+    }
+}
+
+/// In an outage of the store, the gateway counts by itself.
+#[test]
+fn bytes_are_counted_and_cut_during_an_outage() {
+    for mode in ["exact", "lease"] {
+        let mut redis = RedisServer::start();
+        let upstream = long_download();
+        let rule = format!("{}\nshared = \"{mode}\"", rule("8kB", "response", ", on_exceeded = \"cut\""));
+        let store = format!("[counters.shared]\nredis = \"{}\"\n", redis.url());
+        let gateway = Process::spawn(&(store + &config(&upstream, &rule)));
+        redis.kill();
+        let mut client = gateway.client();
+        client.send(request("GET", "/", &[], b""));
+        client.read_head().unwrap().expect(200);
+        let rest = client.read_to_end();
+        assert!(rest.len() > 8000 && !rest.ends_with(LAST_CHUNK.as_bytes()), "{mode}: {} bytes", rest.len());
+        gateway.get("/").expect(429);
+    }
 }
 
 #[test]

@@ -187,6 +187,23 @@ fn the_model_of_the_request_chooses_the_weights() {
     assert_eq!(remaining(&gateway.get("/chat").expect(502), "r0"), 100_000);
 }
 
+/// A request that a server drops is sent again: its usage is charged once, and the reserve of the first attempt is not kept.
+#[test]
+fn usage_over_retries_is_charged_once() {
+    let answer = upstream();
+    let dropping = Upstream::with_script(|connection: &mut Connection| _ = connection.read_request());
+    let servers = format!("servers = [\"http://{}\", \"http://{}\"]", dropping.address, answer.address);
+    let toml = config(&answer, &["{ usage = \"auto\", reserve = 30 }", "{ bytes = \"response\", unit = 1 }"]);
+    let toml = toml.replace(&answer.toml("u")["[upstreams.u]\n".len()..], &format!("{servers}\nejection = false\n"));
+    let gateway = Gateway::start(&toml);
+    let mut bytes = 0;
+    for n in 1..=6 {
+        bytes += gateway.get("/chat").expect(200).body.len() as u64;
+        eventually_eq(|| ["r0", "r1"].map(|rule| used(&gateway, rule)), [n * 25, bytes]);
+    }
+    assert!(dropping.connections() > 0);
+}
+
 /// What a server may have received costs the reserve, also where the gateway makes the response.
 #[test]
 fn failures_after_forwarding_are_not_refunded() {

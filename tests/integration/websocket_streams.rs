@@ -37,7 +37,7 @@ fn switch_response(key: &str) -> String {
 }
 
 /// Responds with 101, and then runs the script.
-fn switching_upstream(script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
+pub fn switching_upstream(script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
     Upstream::with_script(move |connection| {
         let Some(head) = connection.read_head() else { return };
         let Some(key) = head.field("sec-websocket-key") else {
