@@ -83,6 +83,7 @@ pub fn read_values(
         BodyError::RepeatedMember => RequestError::BodyAmbiguous,
         BodyError::Undecodable => RequestError::BodyCoding,
         BodyError::TooLarge => RequestError::BodyTooLarge(max_bytes as u64),
+        BodyError::NoMemory => RequestError::BodyMemory,
     })
 }
 

@@ -39,6 +39,7 @@ use transom_http::request_validation::{Schemes, ValidatedRequest};
 use transom_http::websocket_handshake::UpgradeMethod;
 use transom_http::{forward_auth, headers, path_normalize, request_validation};
 use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
 use transom_rules::access::AccessControl;
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::resolved_request::{FoundKey, NotCounted, RequestView, ResolvedRequest};
@@ -364,22 +365,22 @@ fn decide(
         check_access(access, &resolved, now, record)?;
     }
     resolved.check(&validated, request_context.body_bytes)?;
-    if let Some(reading) = body_reading(request_context, &resolved, &validated)? {
+    // Set further on if rules refuse the request whatever its body says.
+    let mut unread = body_reading(request_context, &resolved, &validated)?;
+    if let Some(reading) = unread.take_if(|_| !is_refused_unread(worker, &resolved, context)) {
         return Ok(RequestOutcome::ReadBody(reading));
     }
-    let found = |position, found: &FoundKey| match resolved.why_not_counted(position, found) {
-        Some(NotCounted::Exempt) => record.record_exemption(position),
-        Some(NotCounted::Shadowed) => config.route_metrics[route_id].shadowed(position),
-        Some(NotCounted::Skipped) | None => {}
-    };
-    let error = match resolved.find_keys(&mut context.inputs.keyed_requests, found) {
-        // No rule has a key to charge.
-        Some(error) if context.inputs.keyed_requests.iter().all(Option::is_none) => return Err(error),
-        error => error.map(Box::new),
-    };
+    let error = find_keys(config, &resolved, unread.is_some(), context, record)?;
     rules.charge_plan.prefetch(&worker.counters.table, &context.inputs.keyed_requests);
     let actions = actions.filter(|_| error.is_none()).map(|actions| actions.evaluate(&variables)).transpose()?;
-    let (admission, pending) = match evaluate(worker, &resolved, context, record, now.unix_ms)? {
+    let evaluation = match unread {
+        None => evaluate(worker, &resolved, context, record, now.unix_ms)?,
+        Some(_) if worker.counters.refuse_if_full(&rules.charge_plan, now.unix_ms, context) => {
+            Evaluation::Decided(Decision::Refused)
+        }
+        Some(reading) => return Ok(RequestOutcome::ReadBody(reading)),
+    };
+    let (admission, pending) = match evaluation {
         Evaluation::Pending(mut pending) => {
             record.set_keys(&resolved);
             pending.key_names = config.names_for_marks(&resolved);
@@ -426,6 +427,33 @@ fn decide(
     Ok(RequestOutcome::Forward { plan, admission, pending })
 }
 
+/// Finds the key of each rule, of an unread request only those that do not depend on its body. Returns the error of a rule without one;
+/// the others are charged nevertheless.
+#[inline(always)]
+fn find_keys(
+    config: &WorkerConfig,
+    resolved: &ResolvedRequest<'_>,
+    is_unread: bool,
+    context: &mut DecisionContext,
+    record: &mut RequestRecord,
+) -> Result<Option<Box<RequestError>>, RequestError> {
+    let found = |position, found: &FoundKey| match resolved.why_not_counted(position, found) {
+        Some(NotCounted::Exempt) => record.record_exemption(position),
+        Some(NotCounted::Shadowed) => config.route_metrics[resolved.route_id].shadowed(position),
+        Some(NotCounted::Skipped) | None => {}
+    };
+    let keyed_requests = &mut context.inputs.keyed_requests;
+    let error = match is_unread {
+        false => resolved.find_keys(keyed_requests, found),
+        true => resolved.find_keys_without_body(keyed_requests, found),
+    };
+    match error {
+        // No rule has a key to charge.
+        Some(error) if keyed_requests.iter().all(Option::is_none) => Err(error),
+        error => Ok(error.map(Box::new)),
+    }
+}
+
 /// What is read of the body before the decision; `None` if that was done, there is no body, or no rule depends on it.
 #[inline(always)]
 fn body_reading(
@@ -464,6 +492,15 @@ fn begin_body_reading(
     let is_completion = || resolved.attributes.path.ends_with("/completions");
     let set_include_usage = set_include_usage.is_some_and(|actions| actions.set_include_usage && is_completion());
     Ok(Some(Box::new(BodyReading { plan: Arc::clone(plan), max_bytes, limits, timeout, set_include_usage })))
+}
+
+/// Whether rules that do not depend on the body refuse the request. A client that is refused again and again costs no memory and time
+/// for its bodies.
+#[cold]
+fn is_refused_unread(worker: &WorkerState, resolved: &ResolvedRequest<'_>, context: &mut DecisionContext) -> bool {
+    resolved.rules.may_refuse_unread
+        && resolved.find_keys_without_body(&mut context.inputs.keyed_requests, |_position, _found| ()).is_none()
+        && worker.counters.refuses(&resolved.rules.charge_plan, context)
 }
 
 fn timeouts_of<'a>(served: &'a ServedConfig, actions: Option<&'a RouteActions>) -> &'a Timeouts {

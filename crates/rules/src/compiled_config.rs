@@ -129,6 +129,10 @@ pub struct RouteRules {
     pub response_costs: ResponseCosts,
     /// What is read of bodies before the decision; `None`: nothing.
     pub body_plan: Option<Arc<BodyPlan>>,
+    /// Rules whose key, condition or cost depends on the body.
+    pub body_rules: Vec<PlanPosition>,
+    /// Whether a refusal by the other rules is the same whatever the body says, and found without the store.
+    pub may_refuse_unread: bool,
 }
 
 impl CompiledConfig {
@@ -319,11 +323,20 @@ impl RouteRules {
         if !pointers.is_empty() && response_costs.model_plan.take().is_some() {
             pointers.push(requested_model());
         }
+        let reads_body = |(_, rule): &(PlanPosition, &RuleId)| body_pointers(&config.rules[**rule]).next().is_some();
+        let body_rules: Vec<_> =
+            charge_plan.rules().enumerate().filter(reads_body).map(|(position, _)| position).collect();
+        // A refusal by another rule counts in these.
+        let leaves_marks = |rule: &CompiledRule| rule.rule.count_refused || rule.penalty.is_some();
         RouteRules {
             rule_keys: charge_plan.rules().map(rule_key),
             rate_limit_template: RateLimitTemplate::new(&charge_plan, |rule| &config.rules[rule]),
             response_costs,
             body_plan: BodyPlan::new(pointers),
+            may_refuse_unread: !charge_plan.is_shared
+                && body_rules.len() < charge_plan.rules().ids().len()
+                && !body_rules.iter().any(|position| leaves_marks(charge_plan.rule(*position))),
+            body_rules,
             charge_plan,
         }
     }

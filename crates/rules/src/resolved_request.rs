@@ -164,11 +164,34 @@ impl<'a> ResolvedRequest<'a> {
     pub fn find_keys(
         &self,
         keyed_requests: &mut IdVec<PlanPosition, Option<KeyedRequest>>,
+        found: impl FnMut(PlanPosition, &FoundKey),
+    ) -> Option<RequestError> {
+        self.find_keys_of(|_position| true, keyed_requests, found)
+    }
+
+    /// As [`ResolvedRequest::find_keys`], of the rules that do not depend on the body.
+    pub fn find_keys_without_body(
+        &self,
+        keyed_requests: &mut IdVec<PlanPosition, Option<KeyedRequest>>,
+        found: impl FnMut(PlanPosition, &FoundKey),
+    ) -> Option<RequestError> {
+        self.find_keys_of(|position| !self.rules.body_rules.contains(&position), keyed_requests, found)
+    }
+
+    #[inline(always)]
+    fn find_keys_of(
+        &self,
+        is_asked: impl Fn(PlanPosition) -> bool,
+        keyed_requests: &mut IdVec<PlanPosition, Option<KeyedRequest>>,
         mut found: impl FnMut(PlanPosition, &FoundKey),
     ) -> Option<RequestError> {
         let mut first_error = None;
         keyed_requests.clear();
         for (position, rule_key) in self.rules.rule_keys.enumerate() {
+            if !is_asked(position) {
+                keyed_requests.push(None);
+                continue;
+            }
             let key = rule_key.keyed_request(&self.attributes, &self.clients);
             found(position, &key);
             keyed_requests.push(match key {

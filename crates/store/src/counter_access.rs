@@ -120,6 +120,30 @@ impl CounterAccess {
         admits
     }
 
+    /// Whether local rules refuse a request at once. Nothing is charged.
+    pub fn refuses(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> bool {
+        let admits = self.peek(charge_plan, context);
+        let has_slots = context.result.concurrency.iter().all(|usage| usage.remaining() > 0);
+        has_slots && !admits && {
+            let decision = charge_plan.decide_peeked(admits, self.clock.now().unix_ms, context);
+            matches!(decision, Decision::Refused)
+        }
+    }
+
+    /// Refuses a request by local rules, as [`CounterAccess::decide`] does; `false` if they have room meanwhile. Then nothing is charged.
+    pub fn refuse_if_full(&self, charge_plan: &ChargePlan, now_ms: u64, context: &mut DecisionContext) -> bool {
+        let clock = || self.clock.now().unix_ms;
+        let decision = charge_plan.decide(&self.table, DecisionTime::starting_at(now_ms, &clock), context);
+        if let Decision::Refused = decision {
+            return true;
+        }
+        let time = charge_plan.time(context.result.decided_ms);
+        for receipt in context.take_receipts(0) {
+            self.table.refund(receipt.receipt, receipt.request, time);
+        }
+        false
+    }
+
     /// Charges what a request cost beyond its first charge, whatever remains.
     pub fn charge_excess(&self, keys: RequestKeys<'_>, position: PlanPosition, keyed_request: KeyedRequest) {
         let (rule_set, rule) = (keys.charge_plan.rule_set(), keys.charge_plan.rules()[position]);

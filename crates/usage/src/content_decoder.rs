@@ -15,6 +15,8 @@ pub enum DecodeError {
     Unreadable,
     /// The body expands too much, or needs too much memory, by itself or beside the bodies of other connections.
     TooLarge,
+    /// All decoders together hold as much memory as they may.
+    NoMemory,
 }
 
 /// What all decoders of the process may hold.
@@ -106,7 +108,7 @@ impl ContentDecoder {
         ContentDecoder::within(&MEMORY, content_encoding)
     }
 
-    fn within(budget: &'static MemoryBudget, content_encoding: Option<&[u8]>) -> ContentDecoder {
+    pub(crate) fn within(budget: &'static MemoryBudget, content_encoding: Option<&[u8]>) -> ContentDecoder {
         let name = content_encoding.unwrap_or_default().trim_ascii().to_ascii_lowercase();
         let coding = match &name[..] {
             b"" | b"identity" => Coding::Identity,
@@ -134,8 +136,11 @@ impl ContentDecoder {
             output(piece);
             // Pages of a window that nothing was written to take no memory.
             let window_bytes = (*decoded_bytes).min(window_max) as usize;
-            let is_bounded = *decoded_bytes <= decoded_max && memory.grow_to(state_bytes + window_bytes);
-            if is_bounded { Ok(()) } else { Err(DecodeError::TooLarge) }
+            match *decoded_bytes <= decoded_max {
+                false => Err(DecodeError::TooLarge),
+                true if memory.grow_to(state_bytes + window_bytes) => Ok(()),
+                true => Err(DecodeError::NoMemory),
+            }
         };
         let result = match &mut self.coding {
             Coding::Identity => {
@@ -469,12 +474,12 @@ mod tests {
         decoders[0].push(&bytes(BROTLI), &mut |_: &[u8]| ());
         decoders[1].push(&gzip(JSON), &mut |_: &[u8]| ());
         decoders[2].push(&gzip(JSON), &mut |_: &[u8]| ());
-        assert_eq!(decoders.each_ref().map(ContentDecoder::error), [None, None, Some(DecodeError::TooLarge)]);
+        assert_eq!(decoders.each_ref().map(ContentDecoder::error), [None, None, Some(DecodeError::NoMemory)]);
         drop(decoders);
         // The window counts as far as it is filled.
         let mut decoder = ContentDecoder::within(&BUDGET, Some(b"br"));
         decoder.push(&bytes(BROTLI_BOMB), &mut |_: &[u8]| ());
-        assert_eq!(decoder.error(), Some(DecodeError::TooLarge));
+        assert_eq!(decoder.error(), Some(DecodeError::NoMemory));
         assert!(decoder.decoded_bytes() < 200_000 && BUDGET.share().grow_to(STATE_BYTES + INFLATE_BYTES + 50_000));
     }
 

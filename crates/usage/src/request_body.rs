@@ -30,6 +30,8 @@ pub enum BodyError {
     Undecodable,
     /// Without its content coding it exceeds the limit.
     TooLarge,
+    /// Its content coding cannot be decoded now: too much memory is in use for others.
+    NoMemory,
 }
 
 /// What was read of one body.
@@ -67,7 +69,7 @@ impl BodyValues {
         max_bytes: usize,
     ) -> Result<BodyValues, BodyError> {
         let kind = coding.kind()?;
-        let decoded = decode(body, coding.content_encoding, max_bytes)?;
+        let decoded = decode(body, ContentDecoder::new(coding.content_encoding), max_bytes)?;
         let bytes = decoded.len();
         let (mut scanner, mut values) = (JsonScanner::new(false), Values::new(&plan.tree));
         let text = to_utf8(decoded);
@@ -171,8 +173,7 @@ impl BodyCoding<'_> {
 /// Bytes of a coded body that are decoded before its length is checked again.
 const PIECE_BYTES: usize = 4096;
 
-fn decode<'b>(body: &'b [u8], content_encoding: Option<&[u8]>, max_bytes: usize) -> Result<Cow<'b, [u8]>, BodyError> {
-    let mut decoder = ContentDecoder::new(content_encoding);
+fn decode(body: &[u8], mut decoder: ContentDecoder, max_bytes: usize) -> Result<Cow<'_, [u8]>, BodyError> {
     if decoder.is_identity() {
         return Ok(Cow::Borrowed(body));
     }
@@ -186,6 +187,7 @@ fn decode<'b>(body: &'b [u8], content_encoding: Option<&[u8]>, max_bytes: usize)
         match decoder.error() {
             Some(DecodeError::Unreadable) => return Err(BodyError::Undecodable),
             Some(DecodeError::TooLarge) => return Err(BodyError::TooLarge),
+            Some(DecodeError::NoMemory) => return Err(BodyError::NoMemory),
             None if decoded.len() > max_bytes => return Err(BodyError::TooLarge),
             None => {}
         }
@@ -230,6 +232,7 @@ fn to_utf8(body: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory_budget::MemoryBudget;
     use flate2::Compression;
     use flate2::write::GzEncoder;
     use std::io::Write;
@@ -251,6 +254,23 @@ mod tests {
 
     fn read(body: &[u8]) -> Result<BodyValues, BodyError> {
         read_coded(body, None)
+    }
+
+    /// The client is not to blame if others use the memory.
+    #[test]
+    fn a_lack_of_memory_is_no_error_of_the_body() {
+        static BUDGET: MemoryBudget = MemoryBudget::new(1 << 16);
+        let mut body = Vec::new();
+        let mut encoder = GzEncoder::new(&mut body, Compression::fast());
+        encoder.write_all(b"{}").unwrap();
+        encoder.finish().unwrap();
+        let decoded = || decode(&body, ContentDecoder::within(&BUDGET, Some(b"gzip")), 1000).map(Cow::into_owned);
+        assert_eq!(decoded(), Ok(b"{}".to_vec()));
+        let mut others = BUDGET.share();
+        assert!(others.grow_to(1));
+        assert_eq!(decoded(), Err(BodyError::NoMemory));
+        drop(others);
+        assert_eq!(decoded(), Ok(b"{}".to_vec()));
     }
 
     fn text(body: &str, at: &str) -> Option<String> {

@@ -201,7 +201,7 @@ impl UsageReader {
         let Documents { plan, values, has_json, has_other, .. } = self.documents;
         let missing = match self.decoder.error() {
             Some(DecodeError::Unreadable) => Missing::Compressed,
-            Some(DecodeError::TooLarge) => Missing::TooLarge,
+            Some(DecodeError::TooLarge | DecodeError::NoMemory) => Missing::TooLarge,
             None if is_aborted => Missing::Aborted,
             None if has_json || !(has_other || is_malformed) => Missing::Absent,
             None => Missing::NotJson,
