@@ -117,15 +117,18 @@ fn weight(event: &Event) -> u32 {
 pub fn trace(scenario: &Scenario, events: &[Event]) -> String {
     let (property, _) = replay(scenario, events, false);
     let kind = property.split(':').next().unwrap_or_default();
-    let (mut events, mut length) = (events.to_vec(), usize::MAX);
-    while !kind.is_empty() && events.len() < length {
-        length = events.len();
-        for position in (0..length).rev() {
-            let fewer = [&events[..position], &events[position + 1..]].concat();
+    let mut events = events.to_vec();
+    // First many at once: thousands of events would take hours one by one.
+    let mut count = if kind.is_empty() { 0 } else { events.len() / 2 };
+    while count > 0 {
+        let length = events.len();
+        for position in (0..length).step_by(count).rev() {
+            let fewer = [&events[..position], &events[(position + count).min(events.len())..]].concat();
             if replay(scenario, &fewer, false).0.starts_with(kind) {
                 events = fewer;
             }
         }
+        count = if count == 1 && events.len() < length { 1 } else { count / 2 };
     }
     replay(scenario, &events, true).1
 }

@@ -363,7 +363,8 @@ fn random_events() {
 #[test]
 fn random_events_of_few_requests() {
     // A failover in a later window than that of the replica; a window that a gateway opened whose clock is ahead; a token that
-    // arrives after its segment; a reservation after a window that a refund has ended; a reset that the store executes late.
+    // arrives after its segment; a reservation after a window that a refund has ended; a reset that the store executes late; tokens
+    // that another gateway has leased in advance.
     let found = [
         302313839435245598,
         16676301003595179196,
@@ -371,6 +372,9 @@ fn random_events_of_few_requests() {
         3212515910288396231,
         551226610972690977,
         6675055252355622594,
+        17816993738734650343,
+        5146296982768960133,
+        13266706408154023758,
     ];
     runs_at_random(200, &found, |rng| {
         let mut scenario = random_scenario(rng, 6);

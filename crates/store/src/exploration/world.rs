@@ -31,7 +31,7 @@ use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{LayerId, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::Seed;
-use transom_limiter::rule::{OnOutage, Rule};
+use transom_limiter::rule::{OnOutage, Rule, Sharing};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::store_key::StoreKeys;
 use transom_limiter::table::Table;
@@ -618,7 +618,14 @@ impl World {
         let requests = self.gateways.iter().flat_map(|gateway| &gateway.requests);
         let asked = requests.map(|request| request.kind).filter(|other| other.key == kind.key);
         let asked: u64 = asked.map(|kind| u64::from(kind.cost.max(kind.stated.unwrap_or(0)))).sum();
-        let fits = |layer: LayerId| asked <= self.rule_set.layer(layer).capacity.into();
+        let fits = |layer: LayerId| {
+            let capacity = u64::from(self.rule_set.layer(layer).capacity);
+            let may_be_leased =
+                self.rule_set.rules[layer.rule].rule.sharing == Sharing::Lease && self.histories.len() > 1;
+            // Other gateways may have leased tokens in advance, each time an eighth of what was left.
+            let leased = if may_be_leased { 2 * (capacity.saturating_sub(1) / 8) } else { 0 };
+            asked + leased <= capacity
+        };
         if !has_failed && self.layers(kind).into_iter().all(fits) {
             self.broken.get_or_insert_with(|| format!("{FITS}: {kind:?}, of {asked} tokens in all"));
         }
