@@ -364,7 +364,7 @@ fn random_events() {
 fn random_events_of_few_requests() {
     // A failover in a later window than that of the replica; a window that a gateway opened whose clock is ahead; a token that
     // arrives after its segment; a reservation after a window that a refund has ended; a reset that the store executes late; tokens
-    // that another gateway has leased in advance.
+    // that another gateway has leased in advance; a first probe that is not answered in time.
     let found = [
         302313839435245598,
         16676301003595179196,
@@ -375,6 +375,8 @@ fn random_events_of_few_requests() {
         17816993738734650343,
         5146296982768960133,
         13266706408154023758,
+        9891709620999604004,
+        7455192251397806974,
     ];
     runs_at_random(200, &found, |rng| {
         let mut scenario = random_scenario(rng, 6);

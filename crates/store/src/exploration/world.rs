@@ -396,7 +396,9 @@ impl World {
                     let times_out = |request: &Rc<Request>| request.waits() && now_ms >= request.deadline_ms.get();
                     gateway.requests.iter().any(times_out)
                 });
-                self.observed.has_counted_alone |= has_late;
+                // Nor does a gateway ask a store that has not answered its first probe in time.
+                let is_unanswered = self.network.deliverable().len() + self.network.executable().len() > 0;
+                self.observed.has_counted_alone |= has_late || self.is_any_behind() && is_unanswered;
                 self.advance(ms).await;
             }
         }
