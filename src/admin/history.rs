@@ -2,7 +2,7 @@
 //! dashboard; and what was down meanwhile. Memory is bounded: a sample names at most so many routes and rules, and a name is stored
 //! once. An upgrade hands the history over to the new process.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use serde_json::{Value, json};
@@ -105,6 +105,8 @@ pub struct Sample {
     rules: Vec<(Arc<str>, Arc<str>, [u64; 5])>,
     /// Rule, window, and the refused requests.
     windows: Vec<(Arc<str>, Arc<str>, u64)>,
+    /// Rule, kind of usage, and the sum of the responses.
+    usage: Vec<(Arc<str>, Arc<str>, u64)>,
     errors: Vec<(Arc<str>, u64)>,
 }
 
@@ -275,21 +277,27 @@ impl Sample {
         let mut rules: Vec<_> = counted.decisions.iter().collect();
         keep_largest(&mut rules, RULES_MAX, |(_, outcomes)| outcomes.iter().sum());
         let rules = rules.into_iter().map(|((route, rule), outcomes)| (name(route), name(rule), *outcomes)).collect();
-        let mut windows: Vec<_> = counted.windows.iter().collect();
-        keep_largest(&mut windows, RULES_MAX, |(_, refused)| **refused);
-        let windows = windows.into_iter().map(|((rule, window), refused)| (name(rule), name(window), *refused));
-        let windows = windows.collect();
+        let mut largest = |counts: &BTreeMap<(String, String), u64>| -> Vec<_> {
+            let mut counts: Vec<_> = counts.iter().collect();
+            keep_largest(&mut counts, RULES_MAX, |(_, count)| **count);
+            counts.into_iter().map(|((rule, part), count)| (name(rule), name(part), *count)).collect()
+        };
+        let (windows, usage) = (largest(&counted.windows), largest(&counted.usage));
         let errors = counted.errors.iter().map(|(error, count)| (name(error), *count)).collect();
-        Sample { end_ms, span_ms, all, routes, rules, windows, errors }
+        Sample { end_ms, span_ms, all, routes, rules, windows, usage, errors }
     }
 
     pub fn to_json(&self) -> Value {
         let numbers = |of: &Requests| json!([of.requests, of.refused, of.failed, of.p50_us, of.p99_us]);
         let routes = self.routes.iter().map(|(route, requests)| json!([&**route, numbers(requests)]));
+        let by_rule = |counts: &[(Arc<str>, Arc<str>, u64)]| {
+            counts.iter().map(|(rule, part, n)| json!([&**rule, &**part, n])).collect::<Vec<_>>()
+        };
         json!({
             "end": self.end_ms, "ms": self.span_ms, "all": numbers(&self.all), "routes": routes.collect::<Vec<_>>(),
             "rules": self.rules.iter().map(|(route, rule, counts)| json!([&**route, &**rule, counts])).collect::<Vec<_>>(),
-            "windows": self.windows.iter().map(|(rule, window, n)| json!([&**rule, &**window, n])).collect::<Vec<_>>(),
+            "windows": by_rule(&self.windows),
+            "usage": by_rule(&self.usage),
             "errors": self.errors.iter().map(|(error, n)| json!([&**error, n])).collect::<Vec<_>>(),
         })
     }

@@ -24,7 +24,7 @@ use crate::support::gateway::Gateway;
 use crate::support::gateway_group::shared_config;
 use crate::support::process::{BINARY, Process};
 use crate::support::redis::RedisServer;
-use crate::support::upstream::Upstream;
+use crate::support::upstream::{Upstream, reply};
 use crate::support::{TempDir, eventually, eventually_eq, one_rule, seeded_rng};
 
 const STREAMS_MAX: usize = 16;
@@ -133,7 +133,7 @@ fn events_have_what_was_counted() {
     assert_eq!(routes, [(&json!(""), &json!(1)), (&json!("api"), &json!(5)), (&json!("broken"), &json!(1))]);
     assert!(sample["all"][4].as_u64() >= sample["all"][3].as_u64(), "{sample}");
     assert_eq!(sample["rules"], json!([["api", "r", [2, 3, 0, 0, 0]]]));
-    assert_eq!(sample["windows"], json!([["r", "r", 3]]));
+    assert_eq!((&sample["windows"], &sample["usage"]), (&json!([["r", "r", 3]]), &json!([])));
     assert_eq!(sample["errors"], json!([["no_route", 1]]));
     // A later stream begins with the history.
     let mut later = Events::open(gateway.admin);
@@ -579,6 +579,28 @@ fn many_routes_and_clients_can_be_searched() {
     eventually_eq(|| count(&mut browser, "#clients .clients > li"), json!(10));
     browser.run(json!({ "do": "select", "of": "#clients-plan", "value": "gold" }));
     eventually_eq(|| count(&mut browser, "#clients .clients > li"), json!(5));
+    assert_eq!(browser.problems_but(&[]), Vec::<String>::new());
+}
+
+#[test]
+fn usage_is_shown_beside_requests() {
+    let usage = br#"{"usage":{"prompt_tokens":1000,"completion_tokens":20}}"#;
+    let upstream = Upstream::responding(move |_| reply(200, &[("Content-Type", "application/json")], usage));
+    let rule = "key = \"global\"\nwindows = [\"9000/day\"]\ncost = { usage = \"auto\", reserve = 10 }";
+    let route = "[[routes]]\npath = \"/a\"\nupstream = \"u\"\nrules = [\"tokens\"]\n";
+    let gateway = Gateway::start(&format!("{}[rules.tokens]\n{rule}\n{route}", upstream.toml("u")));
+    let mut events = Events::open(gateway.admin);
+    (0..3).for_each(|_| drop(gateway.get("/a").expect(200)));
+    gateway.advance_s(10);
+    let history =
+        events.find("history", |samples| samples[0]["usage"].as_array().is_some_and(|usage| !usage.is_empty()));
+    assert_eq!(history[0]["usage"], json!([["tokens", "input", 3000], ["tokens", "output", 60]]));
+    let mut browser = Browser::start();
+    browser.open(gateway.admin, "light", false);
+    let admitted = "#rules tbody tr:first-child td:nth-child(4)";
+    browser.wait(admitted, "3");
+    browser.wait(&format!("{admitted} small"), "input");
+    browser.wait(&format!("{admitted} small"), "60 output");
     assert_eq!(browser.problems_but(&[]), Vec::<String>::new());
 }
 

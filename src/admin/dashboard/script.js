@@ -468,22 +468,25 @@ function drawRoutes() {
     set(p99, { text: duration(latest.p99 === null ? row.p99 : latest.p99) });
   });
 }
-function partOf(node, part, whole) {
+const partOf = (node, part, whole) => textAnd(node, count(part), share(part, whole));
+function textAnd(node, text, small) {
   if (!node.firstChild) node.append("", el("small"));
-  const text = count(part);
   if (node.firstChild.data !== text) node.firstChild.data = text;
-  set(node.lastChild, { text: share(part, whole) });
+  set(node.lastChild, { text: small });
 }
 function drawRules() {
   const section = $("rules"), rows = new Map(), blank = () => [0, 0, 0, 0, 0];
   if (isFolded(section)) return;
-  for (const rule of state.config ? state.config.rules : []) rows.set(rule.name, { name: rule.name, rule, sums: blank(), windows: new Map() });
+  for (const rule of state.config ? state.config.rules : []) rows.set(rule.name, { name: rule.name, rule, sums: blank(), windows: new Map(), usage: new Map() });
   for (const sample of state.samples) {
     for (const [, name, counts] of sample.rules) {
-      if (!rows.has(name)) rows.set(name, { name, rule: null, sums: blank(), windows: new Map() });
+      if (!rows.has(name)) rows.set(name, { name, rule: null, sums: blank(), windows: new Map(), usage: new Map() });
       counts.forEach((n, i) => rows.get(name).sums[i] += n);
     }
-    for (const [name, window, n] of sample.windows) if (rows.has(name)) rows.get(name).windows.set(window, (rows.get(name).windows.get(window) || 0) + n);
+    for (const part of ["windows", "usage"]) for (const [name, of, n] of sample[part] || []) {
+      const sums = rows.has(name) ? rows.get(name)[part] : new Map();
+      sums.set(of, (sums.get(of) || 0) + n);
+    }
   }
   const shownRows = selectRows(section, [...rows.values()], row => `${row.name} ${row.rule ? row.rule.key.join(" ") : ""}`, "No rule is configured: nothing is limited.");
   list(section.querySelector("tbody"), shownRows, row => row.name, row => {
@@ -506,7 +509,7 @@ function drawRules() {
       limits.replaceChildren(...texts.map((text, i) => i ? el("small", { text }) : text));
     }
     drawSpark(spark.firstChild, 132, 26, sparkValues(sample => { const [a, b, c, d, e] = ruleSum(sample, row.name); return [a + b + c + d + e, b + d]; }), slotCount());
-    set(admitted, { text: count(sums[0]) });
+    textAnd(admitted, count(sums[0]), [...row.usage].map(([kind, n]) => `${count(n)} ${kind.replaceAll("_", " ")}`).join(", "));
     partOf(refused, bad, all);
     if (sums[3]) set(refused.lastChild, { text: `${share(bad, all)}, shadow` });
     set(delayed, { text: count(sums[2]) });

@@ -32,7 +32,7 @@ static REFUNDED: Metric = counter(
     "transom_refunded_total",
     "Requests whose tokens were refunded because their response does not match count_when, by rule.",
 );
-static USAGE: Metric =
+pub static USAGE: Metric =
     counter("transom_usage_total", "Usage that responses have stated, by route, rule and kind, rounded up a response.");
 static USAGE_MISSING: Metric = counter(
     "transom_usage_missing_total",

@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 
 use metrics::Label;
 
-use super::events::{DECISIONS, OUTCOMES, REFUSED, REQUEST_ERRORS};
+use super::events::{DECISIONS, OUTCOMES, REFUSED, REQUEST_ERRORS, USAGE};
 use super::storage::HistogramSum;
 use super::{Metric, Registry};
 
@@ -18,6 +18,8 @@ pub struct Totals {
     pub decisions: BTreeMap<(String, String), [u64; OUTCOMES.len()]>,
     /// Refused requests by rule and window.
     pub windows: BTreeMap<(String, String), u64>,
+    /// Usage that responses have stated, by rule and kind.
+    pub usage: BTreeMap<(String, String), u64>,
     /// Failed requests by error.
     pub errors: BTreeMap<String, u64>,
 }
@@ -63,6 +65,9 @@ impl Totals {
         registry.sum_cells(&REFUSED, |labels, sum| {
             *totals.windows.entry((value(labels, "rule"), value(labels, "window"))).or_default() += sum;
         });
+        registry.sum_cells(&USAGE, |labels, sum| {
+            *totals.usage.entry((value(labels, "rule"), value(labels, "kind"))).or_default() += sum;
+        });
         registry.sum_cells(&REQUEST_ERRORS, |labels, sum| {
             *totals.errors.entry(value(labels, "error")).or_default() += sum;
         });
@@ -93,6 +98,7 @@ impl Totals {
             }
         }
         totals.windows = changes(&self.windows, &earlier.windows);
+        totals.usage = changes(&self.usage, &earlier.usage);
         totals.errors = changes(&self.errors, &earlier.errors);
         totals
     }
