@@ -122,6 +122,9 @@ pub struct LoggedCosts {
     pub reserved: BTreeMap<String, u64>,
     /// Tokens that each rule charged in all.
     pub cost: BTreeMap<String, u64>,
+    /// The rule that cut off the transfer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cut_by: Option<String>,
     /// Until the first byte of the response's body.
     #[serde(
         rename = "first_byte_ms",

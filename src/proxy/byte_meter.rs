@@ -134,7 +134,7 @@ impl ByteMeter {
             if self.charge_rule(rule) {
                 is_changed = true;
                 if rule.cuts && self.is_exceeded(rule.position) {
-                    self.cut(rule.cost);
+                    self.cut(rule);
                 }
             }
         }
@@ -174,9 +174,10 @@ impl ByteMeter {
         charges.any(|charge| charge_plan.takes_later_tokens(charge))
     }
 
-    fn cut(&self, cost: ByteCost) {
-        self.cut.request.set(self.cut.request.get() || cost.counted.has_request());
-        self.cut.response.set(self.cut.response.get() || cost.counted.has_response());
+    fn cut(&self, rule: &MeteredRule) {
+        self.cut.request.set(self.cut.request.get() || rule.cost.counted.has_request());
+        self.cut.response.set(self.cut.response.get() || rule.cost.counted.has_response());
+        self.request.log_cut(rule.position);
         self.cut.waker.take().into_iter().for_each(Waker::wake);
     }
 

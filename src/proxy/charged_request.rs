@@ -98,6 +98,12 @@ impl ChargedRequest {
         }
     }
 
+    pub fn log_cut(&self, position: PlanPosition) {
+        if let Some(mut log) = self.log() {
+            log.cut_by.get_or_insert_with(|| self.rule_name(position).to_owned());
+        }
+    }
+
     /// The log of costs, if the request is logged.
     pub fn log(&self) -> Option<RefMut<'_, LoggedCosts>> {
         self.log.get().map(|log| log.borrow_mut())

@@ -256,6 +256,7 @@ fn a_download_that_exceeds_the_limit_is_cut() {
     gateway.get("/").expect(429);
     let logged = || std::fs::read_to_string(&log).unwrap_or_default();
     eventually("the log has the reason", || logged().contains("the transfer was cut off: it exceeds a limit of bytes"));
+    assert!(logged().contains("\"cut_by\":\"r\""), "{}", logged());
 }
 
 #[test]
