@@ -201,6 +201,14 @@ impl ResponseCostRule {
         Some(weights.of(model).cost(usage))
     }
 
+    /// Where it reads usage.
+    pub fn usage_source(&self) -> Option<SourceId> {
+        match &self.stated {
+            Some(StatedCost::Usage { source, .. }) => Some(*source),
+            _ => None,
+        }
+    }
+
     /// The bytes that it counts.
     pub fn bytes(&self) -> Option<ByteCost> {
         match &self.stated {

@@ -25,7 +25,7 @@ use transom_rules::access::DenyList;
 use transom_rules::compiled_config::{CompiledConfig, LiveData, RouteRules};
 use transom_rules::key_source::KeySource;
 use transom_rules::resolved_request::ResolvedRequest;
-use transom_rules::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseEnd};
+use transom_rules::response_cost::{FinalCost, GRPC_UNKNOWN, ResponseCostRule, ResponseEnd};
 use transom_rules::responses::CLIENT_CLOSED_REQUEST;
 use transom_usage::usage::{Kind, Usage};
 
@@ -387,9 +387,11 @@ fn response_costs(rules: &RouteRules, line: &LogLine, text: &[u8], fields: &Head
     };
     // Without a response, nothing is refunded.
     let status = line.status.filter(|status| *status != CLIENT_CLOSED_REQUEST);
-    let status = status.and_then(|status| StatusCode::from_u16(status).ok());
+    let status: Option<StatusCode> = status.and_then(|status| status.try_into().ok());
     // This gateway logs each status of gRPC that there is.
     let grpc_status = line.grpc_status.or(line.decision.map(|_| GRPC_UNKNOWN));
+    // The usage of a line is what the first rule has read.
+    let logged_source = rules.response_costs.rules.iter().find_map(ResponseCostRule::usage_source);
     for rule in &rules.response_costs.rules {
         let position = rule.position;
         let name = &rules.charge_plan.rule(position).rule.name;
@@ -403,9 +405,17 @@ fn response_costs(rules: &RouteRules, line: &LogLine, text: &[u8], fields: &Head
                 Some(u32::try_from(bytes.tokens(received, sent)).unwrap_or(u32::MAX))
             }
             (Some(_), ..) => None,
-            (None, ..) => usage
-                .and_then(|usage| rule.cost_of_usage(&usage, logged.model(text)))
-                .or_else(|| tokens(logged.cost, name).filter(|_| rule.reads_usage())),
+            (None, ..) => {
+                let charged = tokens(logged.cost, name).filter(|_| rule.reads_usage());
+                let reserved = tokens(logged.reserved, name);
+                // A response that breaks off may state less than the reserve, which stays charged then.
+                let is_partial = |cost: &u32| charged == reserved && charged > Some(*cost);
+                usage
+                    .filter(|_| rule.usage_source() == logged_source)
+                    .and_then(|usage| rule.cost_of_usage(&usage, logged.model(text)))
+                    .filter(|cost| !is_partial(cost))
+                    .or(charged)
+            }
         };
         let Some(status) = status else {
             if let Some(stated) = stated {
