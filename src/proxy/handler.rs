@@ -365,7 +365,7 @@ fn decide(
         check_access(access, &resolved, now, record)?;
     }
     resolved.check(&validated, request_context.body_bytes)?;
-    // Set further on if rules refuse the request whatever its body says.
+    // Below, `unread` is set only if rules refuse the request whatever its body says.
     let mut unread = body_reading(request_context, &resolved, &validated)?;
     if let Some(reading) = unread.take_if(|_| !is_refused_unread(worker, &resolved, context)) {
         return Ok(RequestOutcome::ReadBody(reading));
@@ -427,8 +427,8 @@ fn decide(
     Ok(RequestOutcome::Forward { plan, admission, pending })
 }
 
-/// Finds the key of each rule, of an unread request only those that do not depend on its body. Returns the error of a rule without one;
-/// the others are charged nevertheless.
+/// Finds the key of each rule; of an unread request, only the keys of rules that do not depend on its body. Returns the error of a
+/// rule without one; the others are charged nevertheless.
 #[inline(always)]
 fn find_keys(
     config: &WorkerConfig,
@@ -494,13 +494,14 @@ fn begin_body_reading(
     Ok(Some(Box::new(BodyReading { plan: Arc::clone(plan), max_bytes, limits, timeout, set_include_usage })))
 }
 
-/// Whether rules that do not depend on the body refuse the request. A client that is refused again and again costs no memory and time
-/// for its bodies.
+/// Whether rules that do not depend on the body refuse the request: then its body costs no memory and time. The error of a rule
+/// without a key comes after the refusal, as for other requests.
 #[cold]
 fn is_refused_unread(worker: &WorkerState, resolved: &ResolvedRequest<'_>, context: &mut DecisionContext) -> bool {
-    resolved.rules.may_refuse_unread
-        && resolved.find_keys_without_body(&mut context.inputs.keyed_requests, |_position, _found| ()).is_none()
-        && worker.counters.refuses(&resolved.rules.charge_plan, context)
+    resolved.rules.may_refuse_unread && {
+        let _error = resolved.find_keys_without_body(&mut context.inputs.keyed_requests, |_position, _found| ());
+        worker.counters.refuses(&resolved.rules.charge_plan, context)
+    }
 }
 
 fn timeouts_of<'a>(served: &'a ServedConfig, actions: Option<&'a RouteActions>) -> &'a Timeouts {

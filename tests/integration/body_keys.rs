@@ -103,39 +103,41 @@ fn what_is_refused_anyway_is_refused_before_its_body_is_read() {
     let upstream = Upstream::always(200);
     let others = "[rules.models]\nkey = [\"ip\", \"json:/model\"]\non_missing_key = \"refuse\"\nwindows = [\"9/day\"]\n\
                   [rules.shadow]\nkey = \"ip\"\nwindows = [\"1/day\"]\non_limit = \"shadow\"\n\
-                  [rules.slots]\nkey = \"ip\"\nconcurrent = 2\n";
+                  [rules.slots]\nkey = \"ip\"\nconcurrent = 2\n\
+                  [rules.tokens]\nkey = \"bearer\"\non_missing_key = \"refuse\"\nwindows = [\"9/day\"]\n";
     let route =
         |path: &str, rules: &str| format!("[[routes]]\npath = \"{path}\"\nupstream = \"u\"\nrules = [{rules}]\n");
     let body = br#"{"model":"a"}"#;
-    for calls in ["", "count_refused = true", "penalty = \"1h\"", "on_limit = \"delay\"\nmax_delay = \"1s\""] {
+    for calls in ["", "count_refused = true", "penalty = \"1h\""] {
         let toml = |rules: &str| {
             let calls = format!("[rules.calls]\nkey = \"ip\"\nwindows = [\"2/day\"]\n{calls}\n");
             format!("{}{calls}{others}{}", upstream.toml("u"), route("/a", rules))
         };
-        let states =
-            ["\"calls\", \"shadow\", \"slots\"", "\"calls\", \"shadow\", \"slots\", \"models\""].map(|rules| {
-                let gateway = Gateway::start(&toml(rules));
-                (0..2).for_each(|_| drop(gateway.client().request("POST", "/a", &[], body).expect(200)));
-                let mut states = Vec::new();
-                for _ in 0..2 {
-                    let mut client = gateway.client();
-                    // The body never arrives.
-                    let head = String::from_utf8(request("POST", "/a", &[("Content-Length", "13")], b"")).unwrap();
-                    let refused = client.send(head.as_bytes()).read_response().expect(429);
-                    let own = items(&refused, "ratelimit").into_iter().filter(|item| item.name != "models");
-                    let fields: Vec<_> = own.map(|item| format!("{item:?}")).collect();
-                    let value =
-                        gateway.decision("value", &json!({ "rule": "calls", "key": "127.0.0.1" })).expect(200).json();
-                    let metrics = ["calls", "shadow", "slots", "models"].map(|rule| {
-                        ["refused", "shadowed"].map(|outcome| {
-                            gateway.metrics().sum("transom_decisions_total", &[("rule", rule), ("outcome", outcome)])
-                        })
-                    });
-                    states.push(format!("{fields:?} {:?} {value} {metrics:?}", refused.field("retry-after")));
-                }
-                let counted = gateway.decision("value", &json!({ "rule": "models", "key": ["127.0.0.1", "a"] }));
-                (states, counted.expect(200).json()["count"].as_u64())
-            });
+        let states = ["", ", \"models\""].map(|more| {
+            let rules = &format!("\"calls\", \"shadow\", \"slots\", \"tokens\"{more}");
+            let gateway = Gateway::start(&toml(rules));
+            let token = [("Authorization", "Bearer t")];
+            (0..2).for_each(|_| drop(gateway.client().request("POST", "/a", &token, body).expect(200)));
+            let mut states = Vec::new();
+            for _ in 0..2 {
+                let mut client = gateway.client();
+                // The body never arrives, and the token is missing.
+                let head = String::from_utf8(request("POST", "/a", &[("Content-Length", "13")], b"")).unwrap();
+                let refused = client.send(head.as_bytes()).read_response().expect(429);
+                let own = items(&refused, "ratelimit").into_iter().filter(|item| item.name != "models");
+                let fields: Vec<_> = own.map(|item| format!("{item:?}")).collect();
+                let value =
+                    gateway.decision("value", &json!({ "rule": "calls", "key": "127.0.0.1" })).expect(200).json();
+                let metrics = ["calls", "shadow", "slots", "tokens", "models"].map(|rule| {
+                    ["refused", "shadowed"].map(|outcome| {
+                        gateway.metrics().sum("transom_decisions_total", &[("rule", rule), ("outcome", outcome)])
+                    })
+                });
+                states.push(format!("{fields:?} {:?} {value} {metrics:?}", refused.field("retry-after")));
+            }
+            let counted = gateway.decision("value", &json!({ "rule": "models", "key": ["127.0.0.1", "a"] }));
+            (states, counted.expect(200).json()["count"].as_u64())
+        });
         let [(without, _), (with, counted)] = states;
         assert_eq!((with, counted), (without, Some(2)), "{calls}");
     }

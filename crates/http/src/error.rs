@@ -111,7 +111,7 @@ pub enum RequestError {
     BodyAmbiguous,
     /// The content coding of the body is unknown, or its data are invalid, and rules depend on the body.
     BodyCoding,
-    /// The bodies that are read before their decision take too much memory.
+    /// The bodies that are read before their decision, or the decoders of bodies, take too much memory.
     BodyMemory,
     /// The client does not read the response, or too slowly. This error is never sent.
     Stalled,
@@ -390,7 +390,7 @@ impl fmt::Display for RequestError {
             }
             RequestError::BodyCoding => f.write_str("the content coding of the request cannot be decoded"),
             RequestError::LimitExceeded => f.write_str("the transfer was cut off: it exceeds a limit of bytes"),
-            RequestError::BodyMemory => f.write_str("too many bodies of requests are being read at the moment"),
+            RequestError::BodyMemory => f.write_str("too many bodies are being read or decoded at the moment"),
             RequestError::Stalled => f.write_str("the client did not read the response"),
             RequestError::Connect(_) => f.write_str("no upstream server could be reached"),
             RequestError::ConnectTimeout => f.write_str("connecting to the upstream server took too long"),

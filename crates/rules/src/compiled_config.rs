@@ -326,8 +326,7 @@ impl RouteRules {
         let reads_body = |(_, rule): &(PlanPosition, &RuleId)| body_pointers(&config.rules[**rule]).next().is_some();
         let body_rules: Vec<_> =
             charge_plan.rules().enumerate().filter(reads_body).map(|(position, _)| position).collect();
-        // A refusal by another rule counts in these.
-        let leaves_marks = |rule: &CompiledRule| rule.rule.count_refused || rule.penalty.is_some();
+        let counts_refusals = |rule: &CompiledRule| rule.rule.count_refused || rule.penalty.is_some();
         RouteRules {
             rule_keys: charge_plan.rules().map(rule_key),
             rate_limit_template: RateLimitTemplate::new(&charge_plan, |rule| &config.rules[rule]),
@@ -335,7 +334,9 @@ impl RouteRules {
             body_plan: BodyPlan::new(pointers),
             may_refuse_unread: !charge_plan.is_shared
                 && body_rules.len() < charge_plan.rules().ids().len()
-                && !body_rules.iter().any(|position| leaves_marks(charge_plan.rule(*position))),
+                && !body_rules.iter().any(|position| counts_refusals(charge_plan.rule(*position)))
+                // While a rule delays a request, others may get room for it.
+                && !route.rules.iter().any(|rule| config.rules[*rule].delays()),
             body_rules,
             charge_plan,
         }

@@ -181,14 +181,14 @@ impl<'a> ResolvedRequest<'a> {
     #[inline(always)]
     fn find_keys_of(
         &self,
-        is_asked: impl Fn(PlanPosition) -> bool,
+        is_included: impl Fn(PlanPosition) -> bool,
         keyed_requests: &mut IdVec<PlanPosition, Option<KeyedRequest>>,
         mut found: impl FnMut(PlanPosition, &FoundKey),
     ) -> Option<RequestError> {
         let mut first_error = None;
         keyed_requests.clear();
         for (position, rule_key) in self.rules.rule_keys.enumerate() {
-            if !is_asked(position) {
+            if !is_included(position) {
                 keyed_requests.push(None);
                 continue;
             }

@@ -130,16 +130,17 @@ impl CounterAccess {
         }
     }
 
-    /// Refuses a request by local rules, as [`CounterAccess::decide`] does; `false` if they have room meanwhile. Then nothing is charged.
+    /// Refuses a request by local rules, as [`CounterAccess::decide`] does; `false` if they have room meanwhile. What was charged is
+    /// refunded then.
     pub fn refuse_if_full(&self, charge_plan: &ChargePlan, now_ms: u64, context: &mut DecisionContext) -> bool {
         let clock = || self.clock.now().unix_ms;
         let decision = charge_plan.decide(&self.table, DecisionTime::starting_at(now_ms, &clock), context);
         if let Decision::Refused = decision {
             return true;
         }
-        let time = charge_plan.time(context.result.decided_ms);
-        for receipt in context.take_receipts(0) {
-            self.table.refund(receipt.receipt, receipt.request, time);
+        for charged in context.take_receipts(0) {
+            let until_ms = charged.receipt.end_ms();
+            self.deferred_refunds.refund([charged], until_ms, charge_plan.rule_set(), &self.table, now_ms);
         }
         false
     }
