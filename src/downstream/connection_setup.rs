@@ -132,7 +132,7 @@ fn respond_too_many_connections(stream: TcpStream, address: IpAddr, listener: &L
 }
 
 /// Records an error before the first request, and writes its response. The bytes that have arrived are taken off the socket,
-/// which closes without a reset then. If they do not tell the method, the response has no content, because it may be to HEAD.
+/// which closes without a reset then. If they do not begin with the method, the response has no content, because it may be to HEAD.
 fn setup_error_response(error: RequestError, stream: &TcpStream, address: IpAddr, listener: &Listener) -> Bytes {
     let worker = &listener.listener_context.worker;
     request_record::record_rejected_head(worker, address, &error, None);
@@ -140,7 +140,8 @@ fn setup_error_response(error: RequestError, stream: &TcpStream, address: IpAddr
     // Without the runtime, which does not know yet that a new socket is readable.
     let length = (&*SockRef::from(stream)).read(&mut beginning).unwrap_or(0);
     let mut response = responses::error_response(&error);
-    if length < HEAD.len() {
+    let has_proxy_header = beginning.starts_with(b"PROXY ") || beginning.starts_with(b"\r\n\r\n\0");
+    if length < HEAD.len() || has_proxy_header {
         response.headers_mut().remove(CONTENT_TYPE);
         response.body_mut().clear();
     }

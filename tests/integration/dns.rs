@@ -197,19 +197,6 @@ fn a_connect_timeout_causes_a_look_up() {
     gateway.get("/a").expect(200);
 }
 
-/// The health checks look the name up themselves.
-#[test]
-fn a_silent_server_of_a_health_check_causes_a_look_up() {
-    let silent = Upstream::with_script(|connection| while connection.read_exactly(1).is_some() {});
-    let moved = SocketAddr::from(([127, 0, 0, 2], silent.address.port()));
-    let moved = Upstream::at_address(moved, respond_once);
-    let health = "resolve = \"1h\"\nhealth = { path = \"/healthz\", interval = \"100ms\", timeout = \"100ms\" }\n";
-    let gateway = gateway_with(silent.address.port(), &["127.0.0.1"], health);
-    eventually("a check is made", || silent.connections() > 0);
-    write_hosts(&gateway.scratch.path().join("hosts"), &["127.0.0.2"], 2000);
-    eventually("the checks find the new address", || !moved.received().is_empty());
-}
-
 /// Another server has the known address: it has another certificate, or closes connections. The next request, of which nothing
 /// was sent to that server, goes to the new address.
 #[test]

@@ -158,11 +158,16 @@ pub async fn with_timeout<T>(
 /// Tries the addresses of a host in turn, until `handshake` succeeds on a connection.
 async fn connect_tcp<S>(host: &str, port: u16, handshake: impl AsyncFn(TcpStream) -> io::Result<S>) -> io::Result<S> {
     let mut failed = io::Error::other("the name has no address");
-    for address in lookup_host((host, port)).await? {
+    let mut addresses = lookup_host((host, port)).await?.peekable();
+    while let Some(address) = addresses.next() {
         let connected = async {
             let stream = timeout(ADDRESS_TIMEOUT, TcpStream::connect(address)).await??;
             stream.set_nodelay(true)?;
-            timeout(ADDRESS_TIMEOUT, handshake(stream)).await?
+            match addresses.peek() {
+                Some(_) => timeout(ADDRESS_TIMEOUT, handshake(stream)).await?,
+                // As long as the caller waits.
+                None => handshake(stream).await,
+            }
         };
         match connected.await {
             Ok(stream) => return Ok(stream),
