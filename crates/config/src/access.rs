@@ -72,7 +72,7 @@ settings! {
         /// Names of the routes that are denied. Without it: all.
         routes: Vec<SpannedString> = Texts("name", "[\"login\"]");
         /// When the entry ends by itself. Without it: never.
-        until: Option<u64> = Custom::or_empty(Shape::Text("RFC 3339 time"), |item, report| read_until(item, report).map(Some));
+        until: Option<u64> = Custom::or_empty(|| Shape::Text("RFC 3339 time"), |item, report| read_until(item, report).map(Some));
         /// For operators, in logs and in `transom deny list`. Callers do not see it.
         reason: Option<String> = Word { shape: "text", example: "\"scraper\"", read: read_reason };
     }
@@ -521,7 +521,7 @@ pub fn rfc3339(unix_ms: u64) -> String {
 
 /// The allow list of a route.
 pub fn allow_list() -> Custom<Vec<Allowed>> {
-    Custom::or_empty(Shape::one_or_list("network, `client:NAME`"), read_allow)
+    Custom::or_empty(|| Shape::one_or_list("network, `client:NAME`"), read_allow)
 }
 
 fn read_allow(item: &Item, report: &mut Report) -> Option<Vec<Allowed>> {

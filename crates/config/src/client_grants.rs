@@ -31,7 +31,7 @@ settings! {
         tokens: u32 = Required(Integer(1, 1..=u32::MAX as u64), FIX);
         /// When the window ends.
         until: Option<u64> =
-            Required(Custom::or_empty(Shape::Text("RFC 3339 time"), |item, report| read_until(item, report).map(Some)), FIX);
+            Required(Custom::or_empty(|| Shape::Text("RFC 3339 time"), |item, report| read_until(item, report).map(Some)), FIX);
         /// SHA-256 of the `Idempotency-Key` of the request that made it.
         idempotency_key: Option<Digest> =
             Required(Word { shape: "digest", example: "\"sha256:…\"", read: read_digest }, FIX);

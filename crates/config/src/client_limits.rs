@@ -35,7 +35,7 @@ settings! {
         /// As in the rule. `capacity`, `reserve`, `shards` and `sliding` only where the rule's windows of this period have them.
         windows: Vec<Limit> = windows();
         /// When the limits end, and those of the plan apply again. Without it: never.
-        until: Option<u64> = Custom::or_empty(Shape::Text("RFC 3339 time"), |item, report| read_until(item, report).map(Some));
+        until: Option<u64> = Custom::or_empty(|| Shape::Text("RFC 3339 time"), |item, report| read_until(item, report).map(Some));
     }
 }
 
@@ -65,13 +65,16 @@ pub struct WrittenLimits {
 
 /// The setting `limits` of a client: tables by rule.
 pub fn limits() -> Custom<Vec<WrittenLimits>> {
-    Custom::or_empty(Shape::map_of(Shape::Table(ClientLimitSettings::settings())), |item, report| {
-        let table = item.table("the limits", LIMITS_FIX, report)?;
-        let mut limits: Vec<WrittenLimits> =
-            table.items().iter().filter_map(|entry| read_limits(entry, report)).collect();
-        limits.sort_by(|a, b| a.limits.rule.cmp(&b.limits.rule));
-        Some(limits)
-    })
+    Custom::or_empty(
+        || Shape::map_of(Shape::Table(ClientLimitSettings::settings())),
+        |item, report| {
+            let table = item.table("the limits", LIMITS_FIX, report)?;
+            let mut limits: Vec<WrittenLimits> =
+                table.items().iter().filter_map(|entry| read_limits(entry, report)).collect();
+            limits.sort_by(|a, b| a.limits.rule.cmp(&b.limits.rule));
+            Some(limits)
+        },
+    )
 }
 
 fn read_limits(entry: &Item, report: &mut Report) -> Option<WrittenLimits> {

@@ -55,13 +55,13 @@ settings! {
         /// Where requests carry the client's API key; of a list, the first that a request has. `"bearer"`: in
         /// `Authorization: Bearer`, [also beside tokens](#api-keys-and-tokens-in-one-field).
         api_key: Vec<KeyPart> = Custom::or_empty(
-            Shape::one_or_list("`\"header:NAME\"`, `\"bearer\"`, `\"cookie:NAME\"`, `\"query:NAME\"`"),
+            || Shape::one_or_list("`\"header:NAME\"`, `\"bearer\"`, `\"cookie:NAME\"`, `\"query:NAME\"`"),
             read_api_key_sources,
         );
         /// Where requests carry the user on whose behalf they are sent. With `"client-cert"`, `subjects` are SHA-256 of
         /// certificates. The gateway verifies only claims and certificates; any client can send a field.
         subject: Option<KeyPart> = Custom::or_empty(
-            Shape::Text("as `api_key`, or `\"jwt:CLAIM\"`, `\"basic-user\"`, `\"client-cert\"`"),
+            || Shape::Text("as `api_key`, or `\"jwt:CLAIM\"`, `\"basic-user\"`, `\"client-cert\"`"),
             |item, report| {
                 let word = item.string(SUBJECT, report)?;
                 read_key_source(item, &word, SUBJECT, true, report).map(Some)
@@ -69,7 +69,7 @@ settings! {
         );
         /// The claim with the plan of a verified token whose subject no client has. If some rule defines the plan, the subject
         /// is known, and rules by `"client"` count it as `subject:VALUE`, apart from the clients.
-        plan: Option<KeyPart> = Custom::or_empty(Shape::Text("`\"jwt:CLAIM\"`"), read_plan_claim);
+        plan: Option<KeyPart> = Custom::or_empty(|| Shape::Text("`\"jwt:CLAIM\"`"), read_plan_claim);
     }
 }
 

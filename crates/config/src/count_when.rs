@@ -38,13 +38,13 @@ settings! {
     pub struct CountWhen checked by check_count_when {
         /// Statuses of the response: numbers, and classes such as `"5xx"`.
         status: Vec<RangeInclusive<u16>> = Custom::or_empty(
-            Shape::list_of(vec![Shape::Integer(100..=599), Shape::Text("`\"4xx\"`")]),
+            || Shape::list_of(vec![Shape::Integer(100..=599), Shape::Text("`\"4xx\"`")]),
             read_statuses,
         );
         /// Codes in `grpc-status`: numbers, and names such as `"UNAUTHENTICATED"`. A response that ends without `grpc-status`
         /// has code 2, `"UNKNOWN"`.
         grpc_status: Vec<u8> = Custom::or_empty(
-            Shape::list_of(vec![Shape::Integer(0..=16), Shape::Words(GRPC_CODES.to_vec())]),
+            || Shape::list_of(vec![Shape::Integer(0..=16), Shape::Words(GRPC_CODES.to_vec())]),
             read_grpc_codes,
         );
     }

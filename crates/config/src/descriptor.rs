@@ -19,7 +19,7 @@ settings! {
     /// The descriptors that a rule answers to.
     pub struct Descriptor {
         /// Domain of the requests, as in the configuration of Envoy.
-        domain: String = Required(Custom::or_empty(Shape::Text("text"), read_domain), "write `domain = \"api\"`");
+        domain: String = Required(Custom::or_empty(|| Shape::Text("text"), read_domain), "write `domain = \"api\"`");
         /// All entries of a descriptor in their order: `"KEY"` for any value, which becomes a part of the key, or
         /// `"KEY=VALUE"` for one value. If several rules match, those with the most specific entries answer: the first
         /// entry decides, then the second.

@@ -38,18 +38,18 @@ const KEY_FIX: &str = "write `{ algorithm = \"RS256\", public_key_file = \"FILE\
 const KEY_SOURCES: [&str; 4] = ["secret", "secret_file", "public_key", "public_key_file"];
 const KEY_FILE: Text = Text("path of a file", "\"FILE\"");
 const INLINE_KEY: Custom<Option<SpannedString>> =
-    Custom { default: None, default_text: None, shape: Shape::Text("text"), read: read_inline_key };
+    Custom { default: None, default_text: None, shape: || Shape::Text("text"), read: read_inline_key };
 
 settings! {
     /// Verification of bearer tokens.
     pub struct JwtSettings checked by check_keys {
         /// Verification keys, see below. At most 32, with those of `jwks_file`.
         keys: Vec<(VerificationKey, Span)> = Custom::or_empty(
-            Shape::List(Box::new(Shape::Table(JwtKeySettings::settings()))),
+            || Shape::List(Box::new(Shape::Table(JwtKeySettings::settings()))),
             read_keys,
         );
         /// JSON Web Key Set, as issuers publish it. Keys for other uses are ignored.
-        jwks_file: Vec<(VerificationKey, Span)> = Custom::or_empty(Shape::Text("path of a file"), read_jwks);
+        jwks_file: Vec<(VerificationKey, Span)> = Custom::or_empty(|| Shape::Text("path of a file"), read_jwks);
         /// URL of the key set that the issuer [publishes](#key-sets-by-url): `https`, or `http` to loopback. Its public keys,
         /// at most 32, are used beside the others.
         jwks_url: Option<SpannedString> = Text("URL", URL_EXAMPLE);

@@ -34,11 +34,11 @@ settings! {
     /// The key of a rule.
     pub struct KeySettings {
         /// What is counted by. Required, except with a `descriptor`: then its entries without a value are the key.
-        key: Vec<KeyPart> = Custom::or_empty(Shape::one_or_list("[key part](#keys)"), read_parts);
+        key: Vec<KeyPart> = Custom::or_empty(|| Shape::one_or_list("[key part](#keys)"), read_parts);
         /// What to do if a part of the key is absent or empty; required if a part may be absent. `"refuse"`: 400, or 401 for a
         /// part by which [clients](#unknown-keys) are known. `"skip"`: the rule does not apply. A key that is always present, such as `"ip"`: count by this key instead.
         on_missing_key: Option<OnMissing> = Custom::or_empty(
-            Shape::AnyOf(vec![Shape::Words(vec!["refuse", "skip"]), Shape::one_or_list("a key")]),
+            || Shape::AnyOf(vec![Shape::Words(vec!["refuse", "skip"]), Shape::one_or_list("a key")]),
             |item, report| read_on_missing(item, report).map(Some),
         );
         /// What to do with a key that names no [client](#unknown-keys): its API key or subject is not in the clients file.

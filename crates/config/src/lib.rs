@@ -224,7 +224,7 @@ settings! {
     pub struct AccessLogSettings {
         /// File of the access log. A relative path starts at the working directory of the process.
         file: Option<LogTarget> = Required(
-            Custom::or_empty(Shape::Text("path, `\"stdout\"`"), |item, report| {
+            Custom::or_empty(|| Shape::Text("path, `\"stdout\"`"), |item, report| {
                 let word = item.string("\"stdout\"", report)?;
                 LogTarget::read(item, word.text, ACCESS_LOG_FIX, report).map(Some)
             }),
@@ -249,7 +249,7 @@ settings! {
         request_buckets: Vec<Duration> = Restart(Custom {
             default: REQUEST_BUCKETS_MS.map(Duration::from_millis).to_vec(),
             default_text: Some(REQUEST_BUCKETS_EXAMPLE),
-            shape: Shape::OneOrList(Box::new(Shape::Duration(REQUEST_BUCKET))),
+            shape: || Shape::OneOrList(Box::new(Shape::Duration(REQUEST_BUCKET))),
             read: read_request_buckets,
         });
     }

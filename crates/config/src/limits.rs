@@ -133,7 +133,7 @@ settings! {
         ping: Option<Duration> = Custom {
             default: Some(30 * SECOND),
             default_text: Some("\"30s\""),
-            shape: Shape::Duration(0..=DAY_MS),
+            shape: || Shape::Duration(0..=DAY_MS),
             read: |item, report| {
                 Time(30 * SECOND, 0..=DAY_MS).read(item, report).map(|time| (!time.is_zero()).then_some(time))
             },

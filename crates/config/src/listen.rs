@@ -37,7 +37,7 @@ settings! {
         http: Vec<SocketAddr> = Restart(Custom {
             default: vec![DEFAULT],
             default_text: Some(EXAMPLE),
-            shape: Shape::one_or_list(ADDRESS),
+            shape: || Shape::one_or_list(ADDRESS),
             read: |item, report| match item.is_off() {
                 false => addresses(EXAMPLE, ", or remove `http`: this is the default").read(item, report),
                 true => report.reject(item.span.clone(), "`http` cannot be turned off", HTTP_OFF_FIX),
@@ -45,13 +45,13 @@ settings! {
         });
         /// Addresses for TLS, see [`[listen.https]`](#listenhttps).
         https: Vec<Https> = Custom::or_empty(
-            Shape::OneOrList(Box::new(Shape::Table([CertificateFiles::settings(), Https::settings()].concat()))),
+            || Shape::OneOrList(Box::new(Shape::Table([CertificateFiles::settings(), Https::settings()].concat()))),
             read_https_listeners,
         );
         /// Addresses of the [rate limit service](../guides/envoy.md) that Envoy asks: gRPC over HTTP/2 without TLS. With
         /// TLS: a table as `[listen.https]`. A change of the addresses needs a restart.
         ratelimit_service: Option<RatelimitService> = Custom::or_empty(
-            Shape::AnyOf(vec![
+            || Shape::AnyOf(vec![
                 Shape::one_or_list(ADDRESS),
                 Shape::Table([CertificateFiles::settings(), Https::settings()].concat()),
             ]),
@@ -62,7 +62,7 @@ settings! {
         /// `-Proto` and `-For`, which are trusted, so let only these proxies connect. Without `X-Forwarded-For`, the
         /// client is the proxy. The request is matched to the routes, and gets 200 instead of being forwarded. A `respond` that
         /// is no success and a `redirect` are sent as they are.
-        forward_auth: Vec<SocketAddr> = Restart(Custom::or_empty(Shape::one_or_list(ADDRESS), |item, report| {
+        forward_auth: Vec<SocketAddr> = Restart(Custom::or_empty(|| Shape::one_or_list(ADDRESS), |item, report| {
             addresses("\"127.0.0.1:8082\"", ", or remove `forward_auth`").read(item, report)
         }));
         /// Address of the [dashboard](../guides/dashboard.md), `/metrics`, `/upstreams`, `/healthz`, `/readyz`, `/v1/top` and the
@@ -70,7 +70,7 @@ settings! {
         admin: Option<SocketAddr> = Restart(Word { shape: ADDRESS, example: "\"127.0.0.1:9900\"", read: read_address });
         /// Addresses that serve only `/metrics`, `/healthz` and `/readyz`: who can connect can read the metrics, and can neither
         /// change counters nor see keys. See [Monitor with Prometheus](../guides/monitoring.md).
-        metrics: Vec<SocketAddr> = Restart(Custom::or_empty(Shape::one_or_list(ADDRESS), |item, report| {
+        metrics: Vec<SocketAddr> = Restart(Custom::or_empty(|| Shape::one_or_list(ADDRESS), |item, report| {
             addresses("\"127.0.0.1:9901\"", ", or remove `metrics`").read(item, report)
         }));
         /// Balancers whose connections must begin with a PROXY header (version 1 or 2), see [Trusted
@@ -136,7 +136,7 @@ settings! {
         /// Names that are accepted in `Host` on the admin address and on those of `metrics`, for scrapers that use a name.
         /// `*.` at the beginning stands for any labels. IP addresses and `localhost` are always accepted. Other names get 421, so
         /// that a web page cannot reach the admin address through its own name (DNS rebinding).
-        hosts: Vec<String> = Custom::or_empty(Shape::one_or_list("name"), |item, report| {
+        hosts: Vec<String> = Custom::or_empty(|| Shape::one_or_list("name"), |item, report| {
             read_hosts(item, "the admin address then accepts IP addresses and `localhost`", report)
         });
         /// File with a token that has every right. With it or `tokens`, each request but `GET` and `HEAD` needs the field
@@ -151,7 +151,7 @@ settings! {
         /// Where changes are recorded, [a JSON line each](admin-api.md#audit-log): a path, which starts at the working
         /// directory of the process, or `"stdout"`. The gateway does not start, and changes are
         /// refused, if the path cannot be opened.
-        audit_log: Option<LogTarget> = Custom::or_empty(Shape::Text("path, `\"stdout\"`"), |item, report| {
+        audit_log: Option<LogTarget> = Custom::or_empty(|| Shape::Text("path, `\"stdout\"`"), |item, report| {
             let word = item.string("\"stdout\"", report)?;
             let fix = "write `audit_log = \"stdout\"`, or the path of a file";
             LogTarget::read(item, word.text, fix, report).map(Some)
@@ -289,7 +289,7 @@ settings! {
         /// (SNI) among the DNS names in subjectAltName: exact names first, then `*.` in place of one label. An RSA and an
         /// ECDSA certificate may have the same name: the first one that the client's algorithms permit is used.
         certificates: Vec<Certificate> = Custom::or_empty(
-            Shape::List(Box::new(Shape::Table(CertificateFiles::settings()))),
+            || Shape::List(Box::new(Shape::Table(CertificateFiles::settings()))),
             read_certificates,
         );
         /// Authorities that issue client certificates. Without it: clients are not asked for a certificate.

@@ -22,7 +22,7 @@ settings! {
         /// Marks: shares of a limit, such as `["80%", "100%"]`. When the usage of a key reaches a mark in a window, there is one
         /// event for this key, rule, window and mark: a message `quota_mark`, and a request to `url`.
         at: Vec<u8> = Required(
-            Custom::or_empty(Shape::OneOrList(Box::new(Shape::Text("`\"1%\"` to `\"100%\"`"))), read_marks),
+            Custom::or_empty(|| Shape::OneOrList(Box::new(Shape::Text("`\"1%\"` to `\"100%\"`"))), read_marks),
             "write `at = [\"80%\", \"100%\"]`",
         );
         /// Rules whose keys are watched. Without it: all rules.

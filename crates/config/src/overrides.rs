@@ -31,14 +31,14 @@ settings! {
         /// Windows and `concurrent` of clients on this plan: `[rules.NAME.plans.PLAN]`, see
         /// [below](#plans-overrides-exemptions). Rules can have plans of the same name; a rule without a client's plan uses
         /// its default windows.
-        plans: Vec<Plan> = Custom::or_empty(Shape::map_of(Shape::Table(PlanSettings::settings())), read_plans);
+        plans: Vec<Plan> = Custom::or_empty(|| Shape::map_of(Shape::Table(PlanSettings::settings())), read_plans);
         /// Windows of single keys: tables with `key`, and `windows` or `concurrent`.
         overrides: Vec<OverrideSettings> = Tables::<OverrideSettings>::or("the override", OVERRIDE_FIX);
         /// Requests that the rule does not count, by network (`"10.0.0.0/8"`, an address, `{ network = "10.0.0.0/8" }`) or
         /// key (`"key:VALUE"`, `{ key = … }`). Networks are compared with the client's address. The response does not
         /// mention the rule.
         exemptions: Vec<ExemptionSettings> = Custom::or_empty(
-            Shape::list_of(vec![Shape::Text("networks, keys"), Shape::Table(ExemptionSettings::settings())]),
+            || Shape::list_of(vec![Shape::Text("networks, keys"), Shape::Table(ExemptionSettings::settings())]),
             read_exemptions,
         );
     }
@@ -170,9 +170,10 @@ impl WrittenKey {
 }
 
 fn written_key() -> Custom<Option<WrittenKey>> {
-    Custom::or_empty(Shape::one_or_list("text"), |item, report| {
-        Some(Some(WrittenKey::new(item, &item.strings("\"VALUE\"", report)?)))
-    })
+    Custom::or_empty(
+        || Shape::one_or_list("text"),
+        |item, report| Some(Some(WrittenKey::new(item, &item.strings("\"VALUE\"", report)?))),
+    )
 }
 
 /// The keys that have an override or an exemption; each may have only one.

@@ -437,8 +437,8 @@ fn secret_spans(text: &str) -> Vec<Range<usize>> {
 
 fn is_secret_key(name: &str) -> bool {
     let name = name.to_lowercase();
-    // Bounds the work for long names, which are no misspelled keys.
-    let is_near = |word: &str| name.len() < 16 && strsim::damerau_levenshtein(&name, word) <= 2;
+    let chars = name.chars().count();
+    let is_near = |word: &str| chars.abs_diff(word.len()) <= 2 && strsim::damerau_levenshtein(&name, word) <= 2;
     let is = |word: &str| is_near(word) || name.starts_with(word);
     (is("secret") || is("password") || name.starts_with("pass") || name.starts_with("token") || is("digest_key"))
         && !name.ends_with("file")

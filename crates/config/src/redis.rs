@@ -43,7 +43,7 @@ settings! {
         /// `"unix:///PATH"` for a Unix socket; in schemes, `valkey` may stand for `redis`. A list names nodes of a Redis Cluster. User,
         /// password and database in the URL are for a single server only. Percent-encode all characters of a password but
         /// letters and digits.
-        redis: Servers = Restart(Required(Custom::or_empty(Shape::one_or_list("URL"), read_servers), REDIS_FIX));
+        redis: Servers = Restart(Required(Custom::or_empty(|| Shape::one_or_list("URL"), read_servers), REDIS_FIX));
         /// Name of the master in Sentinel (`sentinel monitor NAME …`). `redis` then lists the sentinels.
         sentinel_master: Option<String> = Restart(Word { shape: "text", example: "\"mymaster\"", read: read_master });
         /// User of the gateway. Without it: the default user.
@@ -59,7 +59,7 @@ settings! {
         prefix: String = Restart(Custom {
             default: "transom".to_owned(),
             default_text: Some("\"transom\""),
-            shape: Shape::Text("up to 64 letters, digits and `.~_:-`"),
+            shape: || Shape::Text("up to 64 letters, digits and `.~_:-`"),
             read: read_prefix,
         });
         /// How rules count that have no `shared`.

@@ -63,17 +63,17 @@ settings! {
             "write `path = \"/{*rest}\"` to match every request, or another path",
         );
         /// Host of the request. `"*.example.com"` matches all names below `example.com`. Without it: any.
-        host: Vec<String> = Custom::or_empty(Shape::one_or_list("name"), |item, report| {
+        host: Vec<String> = Custom::or_empty(|| Shape::one_or_list("name"), |item, report| {
             read_hosts(item, "the route then matches any host", report)
         });
         /// Methods of the request; `GET` includes HEAD. Without it: any.
-        methods: Vec<String> = Custom::or_empty(Shape::one_or_list("method"), read_methods);
+        methods: Vec<String> = Custom::or_empty(|| Shape::one_or_list("method"), read_methods);
         /// Fields that must be present. A request with a repeated field whose value a route compares gets 400. Connection
         /// fields, `Forwarded` and `X-Forwarded-For`, `-Proto`, `-Host` are not allowed, because the gateway removes or
         /// replaces them: use `host` and `scheme`.
         headers: Vec<(String, Option<String>)> =
             Custom::or_empty(
-            Shape::described(
+            || Shape::described(
                 "table of field = value or `true`",
                 Shape::map_of(Shape::AnyOf(vec![Shape::Text("value"), Shape::Boolean])),
             ),

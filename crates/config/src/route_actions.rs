@@ -101,22 +101,28 @@ settings! {
 }
 
 fn field_names() -> Custom<Vec<String>> {
-    Custom::or_empty(Shape::one_or_list("name of a field"), |item, report| {
-        let words = item.strings("[\"x-name\"]", report)?;
-        Some(words.iter().filter_map(|word| read_field_name(word, report)).collect())
-    })
+    Custom::or_empty(
+        || Shape::one_or_list("name of a field"),
+        |item, report| {
+            let words = item.strings("[\"x-name\"]", report)?;
+            Some(words.iter().filter_map(|word| read_field_name(word, report)).collect())
+        },
+    )
 }
 
 fn field_texts() -> Custom<Vec<(String, SpannedString)>> {
-    Custom::or_empty(Shape::described("table of field = text", Shape::map_of(Shape::Text("text"))), |item, report| {
-        let fix = format!("write `{} = {{ x-name = \"value\" }}`", item.key);
-        let table = item.table(format!("`{}`", item.key), &fix, report)?;
-        let read = |entry: &Item| {
-            let name = read_field_name(&SpannedStr { text: entry.key, span: entry.key_span.clone() }, report);
-            name.zip(Text("text", "\"value\"").read(entry, report).flatten())
-        };
-        Some(table.items().iter().filter_map(read).collect())
-    })
+    Custom::or_empty(
+        || Shape::described("table of field = text", Shape::map_of(Shape::Text("text"))),
+        |item, report| {
+            let fix = format!("write `{} = {{ x-name = \"value\" }}`", item.key);
+            let table = item.table(format!("`{}`", item.key), &fix, report)?;
+            let read = |entry: &Item| {
+                let name = read_field_name(&SpannedStr { text: entry.key, span: entry.key_span.clone() }, report);
+                name.zip(Text("text", "\"value\"").read(entry, report).flatten())
+            };
+            Some(table.items().iter().filter_map(read).collect())
+        },
+    )
 }
 
 settings! {
@@ -129,7 +135,7 @@ settings! {
         status: u16 = Custom {
             default: 308,
             default_text: Some("308"),
-            shape: Shape::described("301, 302, 303, 307, 308", Shape::Integer(301..=308)),
+            shape: || Shape::described("301, 302, 303, 307, 308", Shape::Integer(301..=308)),
             read: |item, report| {
                 let status = item.integer(100..=599, report)?;
                 if ![301, 302, 303, 307, 308].contains(&status) {

@@ -69,7 +69,7 @@ settings! {
         cost: WrittenCost = Custom {
             default: WrittenCost::Fixed(1),
             default_text: Some("1"),
-            shape: Shape::AnyOf(vec![Shape::Integer(0..=COST_MAX), Shape::Table(CostSettings::settings())]),
+            shape: || Shape::AnyOf(vec![Shape::Integer(0..=COST_MAX), Shape::Table(CostSettings::settings())]),
             read: read_cost,
         };
         /// What happens to a request that exceeds a layer. `"delay"`: it [waits](#delay) for a later window. `"shadow"`:
@@ -152,7 +152,7 @@ settings! {
         /// nothing that states no cost. With `usage`, the default is `["4xx", "5xx"]`, and requests that reach no server cost
         /// nothing either, unless the list is empty.
         refund_on: Option<Vec<RangeInclusive<u16>>> = Optional(Custom::or_empty(
-            Shape::list_of(vec![Shape::Integer(100..=599), Shape::Text("`\"4xx\"`")]),
+            || Shape::list_of(vec![Shape::Integer(100..=599), Shape::Text("`\"4xx\"`")]),
             read_refund_statuses,
         ));
         /// With `request-header`: cost without the field.

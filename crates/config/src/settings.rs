@@ -246,9 +246,12 @@ impl Table<'_> {
 
     /// Reports a value such as `"off"`, which would be taken for the name of a file or another place.
     fn reports_off<K: Kind>(&self, item: &Item, kind: &K, report: &mut Report) -> bool {
+        let is_default = matches!(item.value, DeValue::String(text) if ["auto", "default"].contains(&&**text));
+        if !item.is_off() && !is_default {
+            return false;
+        }
         let shape = kind.shape();
         let is_number = matches!(shape, Shape::Integer(_) | Shape::Duration(_) | Shape::Size(_));
-        let is_default = matches!(item.value, DeValue::String(text) if ["auto", "default"].contains(&&**text));
         let fix = match (shape.is_place(), kind.required_fix()) {
             (false, None) if is_number && is_default => String::from("remove the line: the default applies without it"),
             _ if !item.is_off() || kind.default_text().is_some() => return false,
@@ -643,13 +646,13 @@ pub struct Custom<T> {
     pub default: T,
     /// The default as TOML.
     pub default_text: Option<&'static str>,
-    pub shape: Shape,
+    pub shape: fn() -> Shape,
     pub read: fn(&Item, &mut Report) -> Option<T>,
 }
 
 impl<T: Default> Custom<T> {
     /// A setting whose default is the empty value.
-    pub fn or_empty(shape: Shape, read: fn(&Item, &mut Report) -> Option<T>) -> Custom<T> {
+    pub fn or_empty(shape: fn() -> Shape, read: fn(&Item, &mut Report) -> Option<T>) -> Custom<T> {
         Custom { default: T::default(), default_text: None, shape, read }
     }
 }
@@ -670,7 +673,7 @@ impl<T: Clone> Kind for Custom<T> {
     }
 
     fn shape(&self) -> Shape {
-        self.shape.clone()
+        (self.shape)()
     }
 }
 

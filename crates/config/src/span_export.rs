@@ -17,7 +17,7 @@ settings! {
         endpoint: String = Custom {
             default: ENDPOINT.to_owned(),
             default_text: Some(ENDPOINT_TOML),
-            shape: Shape::Text("URL"),
+            shape: || Shape::Text("URL"),
             read: read_endpoint,
         };
         /// With `https`: authorities of the receiver. Without it: the system's authorities.
@@ -29,7 +29,7 @@ settings! {
         service_name: String = Custom {
             default: "transom".to_owned(),
             default_text: Some("\"transom\""),
-            shape: Shape::Text("text"),
+            shape: || Shape::Text("text"),
             read: read_service_name,
         };
     }

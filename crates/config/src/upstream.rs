@@ -134,7 +134,7 @@ settings! {
         /// `"http://HOST[:PORT]"`, `"https://HOST[:PORT]"`, `"unix:/PATH/OF/SOCKET"`. `weight` (default 1): share of the
         /// requests, relative to the other servers. Required, unless `builtin` is set.
         servers: Option<IdVec<ServerId, Server>> = Optional(Custom::or_empty(
-            Shape::OneOrList(Box::new(Shape::described(
+            || Shape::OneOrList(Box::new(Shape::described(
                 "URL, `{ url = URL, weight = 1 to 1000 }`,",
                 Shape::AnyOf(vec![Shape::Text("URL"), Shape::Table(WeightedServer::settings())]),
             ))),
@@ -153,7 +153,7 @@ settings! {
         host: HostField = Custom {
             default: HostField::Keep,
             default_text: Some("\"keep\""),
-            shape: Shape::AnyOf(vec![Shape::Words(vec!["keep", "server"]), Shape::Text("a name")]),
+            shape: || Shape::AnyOf(vec![Shape::Words(vec!["keep", "server"]), Shape::Text("a name")]),
             read: read_host_field,
         };
         /// How long resolved addresses of a name are used.
@@ -314,7 +314,7 @@ settings! {
         balance: LoadBalancing = Custom {
             default: LoadBalancing::LeastRequests,
             default_text: Some("\"least-requests\""),
-            shape: Shape::AnyOf(vec![
+            shape: || Shape::AnyOf(vec![
                 Shape::Words(vec!["least-requests", "round-robin"]),
                 Shape::described("`{ hash = … }`", Shape::map_of(Shape::one_or_list("part of a key"))),
             ]),
@@ -422,7 +422,7 @@ settings! {
     pub struct HealthChecks {
         /// Target of the check.
         path: String = Required(
-            Custom::or_empty(Shape::Text("path, with an optional query"), read_health_path),
+            Custom::or_empty(|| Shape::Text("path, with an optional query"), read_health_path),
             "write `path = \"/healthz\"`, or `path = \"/\"`",
         );
         /// Method.
@@ -437,7 +437,7 @@ settings! {
         status: Vec<RangeInclusive<u16>> = Custom {
             default: vec![200..=299],
             default_text: Some("\"200-299\""),
-            shape: Shape::described("status code, range such as `\"200-299\"`, or list", Shape::OneOrList(Box::new(Shape::AnyOf(vec![
+            shape: || Shape::described("status code, range such as `\"200-299\"`, or list", Shape::OneOrList(Box::new(Shape::AnyOf(vec![
                     Shape::Integer(100..=599),
                     Shape::Text("range"),
                 ])))),
@@ -500,7 +500,7 @@ settings! {
         /// Failures in a row, over all workers, that eject a server.
         failures: u32 = Integer(5, 1..=1000);
         /// Responses that count as failures.
-        statuses: Vec<u16> = Custom::or_empty(Shape::List(Box::new(Shape::Integer(400..=599))), |item, report| {
+        statuses: Vec<u16> = Custom::or_empty(|| Shape::List(Box::new(Shape::Integer(400..=599))), |item, report| {
             let items = item.list("[502, 503, 504]", report)?;
             Some(items.iter().filter_map(|item| read_error_status(item, report)).collect::<Vec<_>>())
         });
@@ -538,7 +538,7 @@ settings! {
         on: RetryCauses = Custom {
             default: RetryCauses { connect_failure: true, reset: true, timeout: true, statuses: Vec::new() },
             default_text: Some("[\"connect-failure\", \"reset\", \"timeout\"]"),
-            shape: Shape::OneOrList(Box::new(Shape::AnyOf(vec![
+            shape: || Shape::OneOrList(Box::new(Shape::AnyOf(vec![
                 Shape::Words(CAUSES.to_vec()),
                 Shape::Integer(400..=599),
                 Shape::Text("a status code in quotes"),

@@ -183,7 +183,7 @@ fn read_bytes_per_input(text: &SpannedStr, report: &mut Report) -> Option<u32> {
 
 /// The setting `reserve`.
 pub fn reserve() -> Custom<Reserve> {
-    let shape = Shape::AnyOf(vec![Shape::Integer(0..=u32::MAX.into()), Shape::Table(ReserveSettings::settings())]);
+    let shape = || Shape::AnyOf(vec![Shape::Integer(0..=u32::MAX.into()), Shape::Table(ReserveSettings::settings())]);
     Custom { default: Reserve::Fixed(1), default_text: Some("1"), shape, read: read_reserve }
 }
 
@@ -203,15 +203,20 @@ fn read_reserve(item: &Item, report: &mut Report) -> Option<Reserve> {
 
 /// The setting `usage`.
 pub fn usage() -> Custom<Option<UsageSource>> {
-    let shape = Shape::AnyOf(vec![Shape::Words(vec!["auto"]), Shape::Table(UsagePointers::settings())]);
-    Custom::or_empty(Shape::described("`\"auto\"`, `{ json = [POINTER, …] }`", shape), read_usage)
+    let shape = || {
+        let shape = Shape::AnyOf(vec![Shape::Words(vec!["auto"]), Shape::Table(UsagePointers::settings())]);
+        Shape::described("`\"auto\"`, `{ json = [POINTER, …] }`", shape)
+    };
+    Custom::or_empty(shape, read_usage)
 }
 
 /// The setting `weights`.
 pub fn weights() -> Custom<Option<ModelWeights>> {
-    let factors = || Shape::Table(WeightSettings::settings());
-    let shape = Shape::AnyOf(vec![factors(), Shape::map_of(factors())]);
-    Custom::or_empty(Shape::described("table, or tables by model", shape), read_weights)
+    let shape = || {
+        let factors = Shape::Table(WeightSettings::settings());
+        Shape::described("table, or tables by model", Shape::AnyOf(vec![factors.clone(), Shape::map_of(factors)]))
+    };
+    Custom::or_empty(shape, read_weights)
 }
 
 fn read_usage(item: &Item, report: &mut Report) -> Option<Option<UsageSource>> {

@@ -57,7 +57,7 @@ settings! {
         /// Tokens granted at the start of each window.
         limit: Option<u32> = Required(Optional(Tokens(33)), TABLE_FIX);
         /// Length of a window.
-        period: Option<SpannedString> = Required(Custom::or_empty(Shape::Text("PERIOD"), read_period), TABLE_FIX);
+        period: Option<SpannedString> = Required(Custom::or_empty(|| Shape::Text("PERIOD"), read_period), TABLE_FIX);
         /// `"epoch"`: window number floor(Unix time / period). A time, such as `2024-01-01T09:00:00-08:00` (quotes
         /// optional): a window begins then, and every period before and after; also in milliseconds since the epoch, such as
         /// `1704128400000` (from 1973 on: a smaller number is taken for seconds and rejected; `0` is `"epoch"`). With
@@ -67,7 +67,7 @@ settings! {
         start: Option<WindowStart> = Custom {
             default: None,
             default_text: Some("\"epoch\""),
-            shape: Shape::AnyOf(vec![
+            shape: || Shape::AnyOf(vec![
                 Shape::Words(STARTS.map(|(word, _)| word).to_vec()),
                 Shape::Text("RFC 3339 time"),
                 Shape::Text("`\"HH:MM\"`"),
@@ -100,7 +100,7 @@ settings! {
 
 /// The setting `windows` of a rule, a plan or an override: layers in the order of the file.
 pub fn windows() -> Custom<Vec<Limit>> {
-    let shape = Shape::list_of(vec![Shape::Text("`\"LIMIT/PERIOD\"`"), Shape::Table(WindowSettings::settings())]);
+    let shape = || Shape::list_of(vec![Shape::Text("`\"LIMIT/PERIOD\"`"), Shape::Table(WindowSettings::settings())]);
     Custom::or_empty(shape, read_layers)
 }
 
