@@ -365,11 +365,11 @@ fn decide(
         check_access(access, &resolved, now, record)?;
     }
     resolved.check(&validated, request_context.body_bytes)?;
-    // Below, `unread` is set only if rules refuse the request whatever its body says.
-    let mut unread = body_reading(request_context, &resolved, &validated)?;
-    if let Some(reading) = unread.take_if(|_| !is_refused_unread(worker, &resolved, context)) {
-        return Ok(RequestOutcome::ReadBody(reading));
-    }
+    let unread = match body_reading(request_context, &resolved, &validated)? {
+        Some(body) if !is_refused_unread(worker, &resolved, context) => return Ok(RequestOutcome::ReadBody(body)),
+        // The rules refuse the request whatever its body says, which stays unread.
+        unread => unread,
+    };
     let error = find_keys(config, &resolved, unread.is_some(), context, record)?;
     rules.charge_plan.prefetch(&worker.counters.table, &context.inputs.keyed_requests);
     let actions = actions.filter(|_| error.is_none()).map(|actions| actions.evaluate(&variables)).transpose()?;

@@ -475,7 +475,8 @@ const VALUES: [(&[&str], Values, &str, &str); 21] = [
 ];
 
 impl Values {
-    fn contain(&self, item: &Item, name: &str) -> bool {
+    /// `name`: the key of the item, with underscores.
+    fn apply_to(&self, item: &Item, name: &str) -> bool {
         match self {
             Values::Off => item.switch() == Some(name.starts_with("dis")),
             Values::Words(words) => {
@@ -490,7 +491,7 @@ impl Values {
 pub fn setting(item: &Item, known: &[&'static str]) -> Option<(&'static str, &'static str)> {
     let name = item.key.to_ascii_lowercase().replace(['-', ' '], "_");
     let is_for = |names: &[&str], meant: &str| names.contains(&&*name) && (meant.is_empty() || known.contains(&meant));
-    let of_value = VALUES.iter().find(|(names, values, meant, _)| is_for(names, meant) && values.contain(item, &name));
+    let of_value = VALUES.iter().find(|(names, values, meant, _)| is_for(names, meant) && values.apply_to(item, &name));
     if let Some((_, _, meant, fix)) = of_value {
         return Some((meant, fix));
     }

@@ -335,7 +335,7 @@ impl RouteRules {
             may_refuse_unread: !charge_plan.is_shared
                 && body_rules.len() < charge_plan.rules().ids().len()
                 && !body_rules.iter().any(|position| counts_refusals(charge_plan.rule(*position)))
-                // While a rule delays a request, others may get room for it.
+                // Windows of the other rules may end while a delayed request waits.
                 && !route.rules.iter().any(|rule| config.rules[*rule].delays()),
             body_rules,
             charge_plan,

@@ -92,7 +92,7 @@ pub enum ReserveSource {
     Learnt,
     /// The number that is set as `reserve`.
     Fixed,
-    /// What it is lowered to: `max`, or the smallest capacity.
+    /// `max`, or the smallest capacity: the reserve was lowered to it.
     Most,
 }
 

@@ -390,7 +390,7 @@ fn response_costs(rules: &RouteRules, line: &LogLine, text: &[u8], fields: &Head
     let status: Option<StatusCode> = status.and_then(|status| status.try_into().ok());
     // This gateway logs each status of gRPC that there is.
     let grpc_status = line.grpc_status.or(line.decision.map(|_| GRPC_UNKNOWN));
-    // The usage of a line is what the first rule has read.
+    // The log has the usage that the first rule has read.
     let logged_source = rules.response_costs.rules.iter().find_map(ResponseCostRule::usage_source);
     for rule in &rules.response_costs.rules {
         let position = rule.position;

@@ -120,7 +120,7 @@ impl CounterAccess {
         admits
     }
 
-    /// Whether local rules refuse a request at once. Nothing is charged.
+    /// Whether local rules refuse a request at once: a peek, which charges nothing. `false` if all slots of a rule are in use.
     pub fn refuses(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> bool {
         let admits = self.peek(charge_plan, context);
         let has_slots = context.result.concurrency.iter().all(|usage| usage.remaining() > 0);
@@ -130,8 +130,8 @@ impl CounterAccess {
         }
     }
 
-    /// Refuses a request by local rules, as [`CounterAccess::decide`] does; `false` if they have room meanwhile. What was charged is
-    /// refunded then.
+    /// Refuses a request by local rules, as [`CounterAccess::decide`] does. `false`: a window has tokens again since the peek. The
+    /// charges are refunded then.
     pub fn refuse_if_full(&self, charge_plan: &ChargePlan, now_ms: u64, context: &mut DecisionContext) -> bool {
         let clock = || self.clock.now().unix_ms;
         let decision = charge_plan.decide(&self.table, DecisionTime::starting_at(now_ms, &clock), context);
