@@ -20,6 +20,7 @@ use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::verdict::{Outcome, Verdicts, WindowVerdict};
 use transom_limiter::window_kind::WindowKind;
+use transom_rules::PartPosition;
 use transom_rules::access::{AccessControl, Scope};
 use transom_rules::client_plans::{CallerIdentity, ClientCheck, ClientPart, ClientPlans, KnownClient};
 use transom_rules::key_source::{feed_address, is_usable_key};
@@ -633,7 +634,7 @@ impl DecisionService {
         let named = self.rules[*rule]
             .client_parts
             .iter()
-            .filter_map(|part| Some(clients?.named_by(part, key.get(part.position)?.as_ref().as_bytes())));
+            .filter_map(|part| Some(clients?.named_by(part, key.get(part.position.index())?.as_ref().as_bytes())));
         named.fold(CallerIdentity { address, ..CallerIdentity::default() }, CallerIdentity::or)
     }
 
@@ -673,10 +674,10 @@ impl DecisionService {
 
     /// The key of a query, as of a request with that key.
     fn describe_key<K: AsRef<str>>(&self, rule: RuleId, key: &[K], digester: &KeyDigester) -> KeyDescription {
-        let (format, parts) = (&self.rules[rule].text_format, &self.rule_set.rules[rule].rule.key);
+        let (format, mut values) = (&self.rules[rule].text_format, key.iter());
         let (mut client, clients) = (None, self.clients());
-        let describe = |(position, part): (usize, &KeyPart)| {
-            let value = key.get(position).map_or("", K::as_ref);
+        let describe = |(position, part): (PartPosition, &KeyPart)| {
+            let value = values.next().map_or("", K::as_ref);
             let mut readable = None;
             let mut take = |kind, bytes: &[u8]| readable = Some(format.readable_part(position, kind, bytes, digester));
             match (part.prefixes(), value.parse()) {
@@ -686,7 +687,7 @@ impl DecisionService {
             client = client.take().or_else(|| format.client_of_part(position, value.as_bytes(), clients.as_deref()));
             (format.part_name(position), readable)
         };
-        let parts = parts.iter().enumerate().map(describe).collect();
+        let parts = format.parts().map(describe).collect();
         KeyDescription { is_network_exempt: false, missing: None, is_fallback: false, parts, client }
     }
 
@@ -743,10 +744,12 @@ impl DecisionService {
             }
         }
         if let (Some(check), Some(clients), None) = (&served.client_check, clients, variant) {
-            let value = |position: usize| values.get(position).map_or(&[][..], |value| value.as_ref().as_bytes());
+            let value = |part: &ClientPart| {
+                values.get(part.position.index()).map_or(&[][..], |value| value.as_ref().as_bytes())
+            };
             // Only the token of a subject without client tells its plan, and so its windows.
             let is_known = |named: CallerIdentity<'_>| named.is_named() && !(key_use.decides && named.is_subject);
-            if !check.is_known(|part| is_known(clients.named_by(part, value(part.position)))) {
+            if !check.is_known(|part| is_known(clients.named_by(part, value(part)))) {
                 return unknown_key(check, &rule.on_missing);
             }
         }

@@ -47,18 +47,19 @@ use transom_config::listen::Admin;
 use transom_config::span_export::Tracing;
 use transom_config::{Config, REQUEST_BUCKETS_MAX, lint};
 use transom_jwt::published_keys::{KeySet, PublishedKeys};
+use transom_limiter::handles::Handle as _;
 use transom_limiter::rule_set::RuleChanges;
 use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS};
 use transom_rules::client_plans::RulesInUse;
 use transom_rules::compiled_config::LiveData;
 use transom_runtime::clock::Clock;
-use transom_runtime::metrics::Registry;
 use transom_runtime::metrics::events::{
     AccessLogMetrics, AdminMetrics, DecisionMetrics, DroppedMarks, ExpiryGauges, KeySetMetrics, ListenerMetrics,
     NotifyMetrics, SnapshotMetrics, SpanMetrics,
 };
 use transom_runtime::metrics::redis::StoreMetrics;
 use transom_runtime::metrics::storage::REQUEST_BOUNDS_MAX;
+use transom_runtime::metrics::{Registry, WorkerId};
 use transom_store::counter_access::CounterAccess;
 use transom_store::map_follower::SharedMap;
 use transom_store::shared_counters::{SharedByWorkers, SharedCounters};
@@ -343,20 +344,27 @@ impl Gateway {
         served: &Arc<ServedConfig>,
     ) -> Result<(), StartError> {
         for (id, (worker_listeners, queries)) in by_worker.into_iter().zip(query_inboxes).enumerate() {
+            let worker_id = WorkerId::at(id);
             let (commands, inbox) = unbounded_channel();
             let (shared_by_workers, clock) = (self.shared_by_workers.clone(), self.clock.clone());
             let (served, outputs) = (Arc::clone(served), self.outputs.clone());
             let (registry, listener_config) = (Arc::clone(&self.registry), Arc::clone(&self.listener_config));
             let (connection_limit, ready) = (Arc::clone(&self.connection_limit), self.ready.subscribe());
             let run = move || {
-                let worker =
-                    Rc::new(WorkerState::new(id, shared_by_workers, clock, Arc::clone(&registry), served, outputs));
+                let worker = Rc::new(WorkerState::new(
+                    worker_id,
+                    shared_by_workers,
+                    clock,
+                    Arc::clone(&registry),
+                    served,
+                    outputs,
+                ));
                 let listener_context = ListenerContext::new(worker, connection_limit, listener_config, ready);
                 let listener_context = Rc::new(listener_context);
                 let listeners = worker_listeners.into_iter().map(|worker_listener| {
                     let meter = ListenerMetrics::new(
                         &registry,
-                        id,
+                        worker_id,
                         &worker_listener.address.to_string(),
                         worker_listener.tls.is_some(),
                     );
@@ -440,6 +448,11 @@ impl Gateway {
     /// As [`Gateway::http`], for the addresses that serve only metrics.
     pub fn metrics(&self) -> &[SocketAddr] {
         &self.metrics
+    }
+
+    /// What the thread `admin` counts by: as one more worker.
+    fn admin_id(&self) -> WorkerId {
+        WorkerId::at(self.workers)
     }
 
     /// Number of workers.
@@ -766,7 +779,7 @@ impl Gateway {
         }
         let known = known.or_else(|| self.key_set()).filter(|known| known.url == source.url);
         let last = known.as_ref().map(|known| (&*known.text, known.fetched_at_ms));
-        let metrics = KeySetMetrics::new(&self.registry, self.key_set_threads);
+        let metrics = KeySetMetrics::new(&self.registry, WorkerId::at(self.key_set_threads));
         let (fetcher, keys) = KeySetFetcher::new(source.clone(), last, metrics, self.clock.clone());
         let (stop, stopped) = oneshot::channel();
         let thread = spawn("key-set".to_owned(), move || fetcher.run(stopped))?;
@@ -790,9 +803,10 @@ impl Gateway {
 
     /// Lets the decision API use a configuration.
     fn serve_decisions(&self, served: &Arc<ServedConfig>, loaded_ms: u64) {
-        let metrics = DecisionMetrics::new(&self.registry, self.workers, "api", &served.decision_service.limit_names());
+        let metrics =
+            DecisionMetrics::new(&self.registry, self.admin_id(), "api", &served.decision_service.limit_names());
         let marks = self.outputs.marks.as_ref();
-        let marks = marks.map(|marks| MarkReader::new(marks, DroppedMarks::new(&self.registry, self.workers)));
+        let marks = marks.map(|marks| MarkReader::new(marks, DroppedMarks::new(&self.registry, self.admin_id())));
         let shared_clients = self.shared_clients.as_ref().map(|shared| shared.data.clone());
         let decision_api = DecisionApi { served: Arc::clone(served), metrics, marks, loaded_ms, shared_clients };
         self.decision_api.send_replace(Some(Arc::new(decision_api)));
@@ -856,7 +870,7 @@ impl Gateway {
         let shared_deny = self.shared_deny_map.subscribe();
         // Only the decision API asks the store.
         let store = self.config.counters.shared.clone().filter(|_| self.admin.is_some());
-        let owner = self.workers;
+        let owner = self.admin_id();
         let client_store = self.client_store();
         let (access_edits, received) = unbounded_channel();
         self.access_edits = Some(received);

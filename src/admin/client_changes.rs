@@ -32,7 +32,7 @@ const ID_DIGITS_MIN: usize = 8;
 /// `PUT /v1/clients/{name}`: replaces plan, subjects and networks.
 pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let settings = Settings::parse(&parse_object(&call.body, "the body")?)?;
-    let name = call.path_value(0).to_owned();
+    let name = call.path_value("name").to_owned();
     let edit: Edit = Box::new(move |known| Ok(Some(settings.applied_to(&name, known))));
     let changed = change(&call, "replace client", None, edit).await?;
     let response = changed_client(&call, &changed).await?;
@@ -44,7 +44,7 @@ pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
 
 /// `PATCH /v1/clients/{name}`: a JSON merge patch (RFC 7396) of plan, subjects and networks.
 pub async fn patch(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let (patch, name) = (parse_object(&call.body, "the body")?, call.path_value(0).to_owned());
+    let (patch, name) = (parse_object(&call.body, "the body")?, call.path_value("name").to_owned());
     CLIENT_SETTINGS.check_names(&patch)?;
     let edit: Edit = Box::new(move |known| {
         let known = known.ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
@@ -63,7 +63,7 @@ pub async fn patch(call: Call) -> Result<Response<AdminBody>, ApiError> {
 
 /// `DELETE /v1/clients/{name}`.
 pub async fn delete(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let name = call.path_value(0).to_owned();
+    let name = call.path_value("name").to_owned();
     if let Some(place) = place_of_name(&call.decision_api()?.served.config, &name) {
         return Err(ApiError::Conflict(format!("{place} names the client: remove it there first")));
     }
@@ -105,7 +105,7 @@ pub async fn add_key(call: Call) -> Result<Response<AdminBody>, ApiError> {
             (Digest::of(key.as_bytes()), Some(key))
         }
     };
-    let name = call.path_value(0).to_owned();
+    let name = call.path_value("name").to_owned();
     let edit: Edit = Box::new(move |known| {
         let mut client = known.cloned().ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
         if !client.api_keys.contains(&digest) {
@@ -123,7 +123,7 @@ pub async fn add_key(call: Call) -> Result<Response<AdminBody>, ApiError> {
 
 /// `DELETE /v1/clients/{name}/keys/{id}`. The id is the digest of the key, or the beginning of it.
 pub async fn remove_key(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let (name, id) = (call.path_value(0).to_owned(), call.path_value(1).trim_end_matches('…').to_owned());
+    let (name, id) = (call.path_value("name").to_owned(), call.path_value("id").trim_end_matches('…').to_owned());
     if id.len() < Digest::PREFIX.len() + ID_DIGITS_MIN {
         return Err(ApiError::Malformed(format!("the id of a key is `{}` and at least 8 digits", Digest::PREFIX)));
     }
@@ -154,7 +154,7 @@ pub async fn change(
     call.decision_api()?.served.config.clients.as_ref().ok_or(ApiError::NoClients)?;
     let preconditions = Preconditions::of(&call.parts.headers);
     let entry = call.begin_change()?;
-    let name = call.path_value(0);
+    let name = call.path_value("name");
     let checked: Edit = Box::new(move |known| {
         preconditions.check(known)?;
         edit(known)
@@ -183,7 +183,7 @@ pub async fn change(
 
 /// The response with a changed client: 202 if this gateway does not use its limits yet.
 pub async fn changed_client(call: &Call, changed: &Changed) -> Result<LocalResponse, ApiError> {
-    let client = changed.after.as_ref().ok_or_else(|| ApiError::UnknownClient(call.path_value(0).to_owned()))?;
+    let client = changed.after.as_ref().ok_or_else(|| ApiError::UnknownClient(call.path_value("name").to_owned()))?;
     let uses_limits = wait_for_limits(call).await;
     let served = call.decision_api()?.served.clone();
     let clients = served.config.clients.as_ref().ok_or(ApiError::NoClients)?;
@@ -198,12 +198,12 @@ pub async fn changed_client(call: &Call, changed: &Changed) -> Result<LocalRespo
 async fn wait_for_limits(call: &Call) -> bool {
     for _ in 0..POLLS_MAX {
         let clients = call.decision_api().ok().and_then(|api| api.served.clients.clone());
-        if clients.is_none_or(|clients| clients.current().uses_limits_of(call.path_value(0))) {
+        if clients.is_none_or(|clients| clients.current().uses_limits_of(call.path_value("name"))) {
             return true;
         }
         tokio::time::sleep(POLL_PERIOD).await;
     }
-    tracing::warn!(client = call.path_value(0), "the limits of a client are stored, but are not in effect yet");
+    tracing::warn!(client = call.path_value("name"), "the limits of a client are stored, but are not in effect yet");
     false
 }
 

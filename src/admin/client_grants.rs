@@ -35,7 +35,7 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
     NEW_GRANT.check_names(&given)?;
     let idempotency_key = Digest::of(idempotency_key(&call.parts.headers)?.as_bytes());
     let (rule, window, tokens) = (text(&given, "rule")?, text(&given, "window")?, tokens(&given)?);
-    let name = call.path_value(0).to_owned();
+    let name = call.path_value("name").to_owned();
     let decision_api = call.decision_api()?;
     let served = &decision_api.served;
     let clients = served.config.clients.as_ref().ok_or(ApiError::NoClients)?;
@@ -46,8 +46,7 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let client = client.ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
     let layers = client.layers_without_grants(call.state.clock.wall_ms(), configured, rules);
     let layers = layers.map_err(|(message, _fix)| ApiError::Rejected(message))?;
-    let position = find_window(configured, &layers, &window);
-    let limit = &layers[position.ok_or(ApiError::UnknownWindow(window))?];
+    let limit = find_window(configured, &layers, &window).ok_or(ApiError::UnknownWindow(window))?;
     check_rule(configured, limit, &name, tokens)?;
     if configured.sharing == Sharing::Local
         && matches!(limit.windows, Windows::FirstRequest { .. })
@@ -160,7 +159,7 @@ fn check_rule(rule: &GatewayRule, limit: &Limit, client: &str, tokens: u32) -> R
 
 /// The end of the current window of the client, Unix milliseconds.
 async fn window_end_ms(call: &Call, rule: &GatewayRule, window: &str) -> Result<u64, ApiError> {
-    let key = QueryKey::Values(vec![call.path_value(0).to_owned()]);
+    let key = QueryKey::Values(vec![call.path_value("name").to_owned()]);
     let rules = vec![RuleQuery { rule: rule.name.clone(), key, cost: None }];
     let query = DecisionQuery { operation: Operation::Value, rules, reserve: false };
     let outcome = decisions::run(&call.state, &*call.decision_api()?, &query).await?;

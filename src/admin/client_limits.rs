@@ -16,7 +16,7 @@ use transom_rules::responses;
 
 /// `PUT`: replaces the limits in one rule.
 pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let (given, rule) = (parse_object(&call.body, "the body")?, call.path_value(1).to_owned());
+    let (given, rule) = (parse_object(&call.body, "the body")?, call.path_value("rule").to_owned());
     CLIENT_LIMITS.check_names(&given)?;
     let limits = ClientLimits::from_json(&rule, &Value::Object(given)).map_err(ApiError::Malformed)?;
     let served = call.decision_api()?.served.clone();
@@ -26,7 +26,7 @@ pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
     }
     let checked = limits.check(rules);
     checked.map_err(|(message, fix)| ApiError::Rejected(format!("{message}: {fix}")))?;
-    let (name, now_ms) = (call.path_value(0).to_owned(), call.state.clock.wall_ms());
+    let (name, now_ms) = (call.path_value("name").to_owned(), call.state.clock.wall_ms());
     if limits.has_ended(now_ms) {
         return Err(ApiError::Rejected("`until` is in the past".to_owned()));
     }
@@ -37,7 +37,7 @@ pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
         client.limits.insert(position, limits.clone());
         Ok(Some(client))
     });
-    let rule = call.path_value(1).to_owned();
+    let rule = call.path_value("rule").to_owned();
     let changed = change(&call, "set limits", Some(("rule", rule)), edit).await?;
     Ok(with_body(changed_client(&call, &changed).await?))
 }
@@ -45,14 +45,14 @@ pub async fn put(call: Call) -> Result<Response<AdminBody>, ApiError> {
 /// `DELETE`: the plan of the client applies again.
 pub async fn delete(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let (name, rule, now_ms) =
-        (call.path_value(0).to_owned(), call.path_value(1).to_owned(), call.state.clock.wall_ms());
+        (call.path_value("name").to_owned(), call.path_value("rule").to_owned(), call.state.clock.wall_ms());
     let edit: Edit = Box::new(move |known| {
         let mut client = known.cloned().ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
         let has_rule = client.limits.iter().any(|limits| limits.rule == rule);
         keep_others(&mut client, &rule, now_ms);
         if has_rule { Ok(Some(client)) } else { Err(ApiError::UnknownLimits) }
     });
-    let rule = call.path_value(1).to_owned();
+    let rule = call.path_value("rule").to_owned();
     change(&call, "remove limits", Some(("rule", rule)), edit).await?;
     Ok(with_body(responses::no_content_response()))
 }

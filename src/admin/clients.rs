@@ -107,7 +107,7 @@ fn without_effect(decision_api: &DecisionApi, name: &str) -> Option<Value> {
 
 /// `GET /v1/clients/{name}`.
 pub async fn show(call: Call) -> Result<Response<AdminBody>, ApiError> {
-    let (decision_api, name) = (call.decision_api()?, call.path_value(0));
+    let (decision_api, name) = (call.decision_api()?, call.path_value("name"));
     let described = match client_with_usage(&call.state, &decision_api, name).await {
         Err(ApiError::UnknownClient(unknown)) => {
             let mut client = without_effect(&decision_api, name).ok_or(ApiError::UnknownClient(unknown))?;

@@ -131,14 +131,14 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
 /// `DELETE /v1/deny/{id}`.
 pub async fn remove(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let (decision_api, now_ms) = (call.decision_api()?, call.state.clock.wall_ms());
-    let unknown = || ApiError::UnknownEntry(call.path_value(0).chars().take(64).collect());
-    let id: Option<EntryId> = call.path_value(0).parse().ok();
+    let unknown = || ApiError::UnknownEntry(call.path_value("id").chars().take(64).collect());
+    let id: Option<EntryId> = call.path_value("id").parse().ok();
     let change = call.begin_change()?;
     let shared = call.state.shared_deny.borrow().clone();
     let removed = match shared {
         Some(map) => {
             // The store may have entries of others under any name.
-            let given = call.path_value(0).to_owned();
+            let given = call.path_value("id").to_owned();
             let id = id.filter(|_| map.get(&given).is_none()).map_or(given, |id| id.to_string());
             if map.get(&id).is_none() {
                 map.synchronize().await.map_err(ApiError::NotChanged)?;

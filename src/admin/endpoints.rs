@@ -480,14 +480,16 @@ pub struct Call {
     pub parts: Parts,
     /// Empty, unless the endpoint takes a body.
     pub body: Bytes,
-    /// The values of the parameters in the path.
-    path_values: Vec<String>,
+    path_values: PathValues,
 }
 
+/// The parameters in a path, with their values.
+type PathValues = Vec<(&'static str, String)>;
+
 impl Call {
-    /// The value of the parameter at a position of the path.
-    pub fn path_value(&self, position: usize) -> &str {
-        self.path_values.get(position).map_or("", String::as_str)
+    /// The value of a parameter of the path.
+    pub fn path_value(&self, name: &str) -> &str {
+        self.path_values.iter().find(|(known, _)| *known == name).map_or("", |(_, value)| value)
     }
 
     pub fn query(&self) -> &str {
@@ -554,14 +556,14 @@ fn complete(
 
 impl Endpoint {
     /// The values of the parameters in a path; `None` if the path is another one.
-    fn path_values(&self, path: &str) -> Option<Vec<String>> {
+    fn path_values(&self, path: &str) -> Option<PathValues> {
         let (mut given, mut values) = (path.split('/'), Vec::new());
         for segment in self.path.split('/') {
             let given = given.next()?;
-            match segment.starts_with('{') {
-                true => values.push(decoded(given).filter(|value| !value.is_empty())?),
-                false if segment == given => {}
-                false => return None,
+            match segment.strip_prefix('{').and_then(|parameter| parameter.strip_suffix('}')) {
+                Some(name) => values.push((name, decoded(given).filter(|value| !value.is_empty())?)),
+                None if segment == given => {}
+                None => return None,
             }
         }
         given.next().is_none().then_some(values)
@@ -612,7 +614,7 @@ async fn respond(
     };
     let path = request.uri().path();
     let is_served = |row: &&Endpoint| row.is_on_metrics || scope == AdminScope::Everything;
-    let of_path: Vec<(&Endpoint, Vec<String>)> =
+    let of_path: Vec<(&Endpoint, PathValues)> =
         ENDPOINTS.iter().filter(is_served).filter_map(|row| Some((row, row.path_values(path)?))).collect();
     if of_path.is_empty() {
         return Ok(with_body(responses::error_response(&RequestError::NoRoute)));

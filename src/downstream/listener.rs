@@ -11,9 +11,10 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::TcpListener;
 
 use super::connection_setup::{refuse, serve_connection};
-use super::listener_context::{Listener, ListenerProtocol};
+use super::listener_context::{Listener, ListenerProtocol, TlsId};
 use crate::proxy::log_throttle::handle_accept_error;
 use transom_config::listen::Listen;
+use transom_limiter::handles::Handle as _;
 
 /// Bytes that wait unsent in the kernel for one client, beside those in flight. Without it a client that reads slowly
 /// occupies megabytes of the memory that all connections of the machine share.
@@ -89,8 +90,8 @@ pub struct WorkerListener {
     pub socket: StdListener,
     /// As configured.
     pub address: SocketAddr,
-    /// Index in [`Listen::tls_listeners`]; `None`: without TLS.
-    pub tls: Option<usize>,
+    /// `None`: without TLS.
+    pub tls: Option<TlsId>,
     pub protocol: ListenerProtocol,
 }
 
@@ -120,11 +121,11 @@ impl Listeners {
         }
         for (index, https) in listen.https.iter().enumerate() {
             for address in &https.address {
-                https_addresses.push(open(*address, Some(index), ListenerProtocol::Http)?);
+                https_addresses.push(open(*address, Some(TlsId::at(index)), ListenerProtocol::Http)?);
             }
         }
         if let Some(service) = &listen.ratelimit_service {
-            let tls = service.tls().map(|_| listen.https.len());
+            let tls = service.tls().map(|_| TlsId::at(listen.https.len()));
             for address in service.addresses() {
                 ratelimit_service.push(open(*address, tls, ListenerProtocol::RatelimitService)?);
             }
@@ -143,7 +144,7 @@ impl Listeners {
     fn add(
         &mut self,
         address: SocketAddr,
-        tls: Option<usize>,
+        tls: Option<TlsId>,
         protocol: ListenerProtocol,
         inherited: &mut InheritedSockets,
     ) -> io::Result<SocketAddr> {

@@ -15,14 +15,21 @@ use super::tls;
 use crate::proxy::worker_state::WorkerState;
 use crate::ratelimit_service::RatelimitService;
 use transom_config::listen::Listen;
+use transom_limiter::handles;
+use transom_limiter::handles::IdVec;
 use transom_limiter::ip_prefix::Networks;
 use transom_runtime::metrics::events::ListenerMetrics;
+
+handles! {
+    /// An entry of [`Listen::tls_listeners`].
+    TlsId,
+}
 
 /// The compiled configuration of listeners; shared by all workers.
 #[derive(Debug)]
 pub struct ListenerConfig {
     /// One per entry of [`Listen::tls_listeners`].
-    tls: Vec<Arc<ServerConfig>>,
+    tls: IdVec<TlsId, Arc<ServerConfig>>,
     /// Networks whose connections begin with a PROXY header (`listen.proxy_protocol`).
     proxies: Networks<()>,
 }
@@ -41,8 +48,8 @@ pub struct ListenerContext {
 pub struct Listener {
     pub listener_context: Rc<ListenerContext>,
     pub metrics: ListenerMetrics,
-    /// Index in [`Listen::tls_listeners`]; `None`: without TLS.
-    tls_index: Option<usize>,
+    /// `None`: without TLS.
+    tls: Option<TlsId>,
     protocol: ListenerProtocol,
 }
 
@@ -61,11 +68,11 @@ impl ListenerConfig {
     /// Compiles `listen`. TLS configurations that are equal in `previous` are reused, so that clients can resume their
     /// sessions.
     pub fn new(listen: &Listen, previous: Option<(&Listen, &ListenerConfig)>) -> Result<Arc<ListenerConfig>, Error> {
-        let mut servers = Vec::new();
-        for (index, https) in listen.tls_listeners().enumerate() {
+        let mut servers = IdVec::new();
+        for https in listen.tls_listeners() {
             let unchanged = previous.and_then(|(listen, config)| {
-                let before = listen.tls_listeners().nth(index).filter(|before| *before == https);
-                before.and(config.tls.get(index))
+                let mut before = listen.tls_listeners().zip(&config.tls).skip(servers.len());
+                before.next().filter(|(before, _)| *before == https).map(|(_, config)| config)
             });
             servers.push(match unchanged {
                 Some(unchanged) => Arc::clone(unchanged),
@@ -103,18 +110,18 @@ impl ListenerContext {
 }
 
 impl Listener {
-    /// `tls`: index in [`Listen::tls_listeners`].
+    /// `tls`: `None` without TLS.
     pub fn new(
         listener_context: Rc<ListenerContext>,
         meter: ListenerMetrics,
-        tls: Option<usize>,
+        tls: Option<TlsId>,
         protocol: ListenerProtocol,
     ) -> Listener {
-        Listener { listener_context, metrics: meter, tls_index: tls, protocol }
+        Listener { listener_context, metrics: meter, tls, protocol }
     }
 
     pub fn is_tls(&self) -> bool {
-        self.tls_index.is_some()
+        self.tls.is_some()
     }
 
     /// The rate limit service, if the listener serves it.
@@ -130,6 +137,6 @@ impl Listener {
 
     /// The TLS configuration that connections accepted now use; `None`: HTTP without TLS.
     pub fn tls_config(&self) -> Option<Arc<ServerConfig>> {
-        self.tls_index.and_then(|index| self.listener_context.config.borrow().tls.get(index).cloned())
+        self.tls.and_then(|tls| self.listener_context.config.borrow().tls.get(tls).cloned())
     }
 }

@@ -54,7 +54,7 @@ pub enum Variant {
     /// Those of the client alone.
     Client,
     /// The override at a position in `overrides`, from 1, and its key as configured, with digests shortened.
-    Override(usize, Vec<String>),
+    Override(u32, Vec<String>),
 }
 
 /// Where the figures of a shared rule are from.
@@ -307,7 +307,7 @@ impl Variant {
         };
         match (rule.rule.plan_of(variant), rule.rule.override_of(variant)) {
             (Some(plan), _) => Variant::Plan(plan.name.clone()),
-            (None, Some((position, other))) => Variant::Override(position + 1, other.key.iter().map(value).collect()),
+            (None, Some((number, other))) => Variant::Override(number, other.key.iter().map(value).collect()),
             (None, None) if variant != VariantId::DEFAULT => Variant::Client,
             (None, None) => Variant::Default,
         }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::mpsc::Sender;
 
 use transom_config::notify::Notify;
-use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
+use transom_limiter::handles::{IdVec, LayerPosition, PlanPosition, RuleId};
 use transom_limiter::rule_set::{CompiledRule, RuleSet};
 use transom_limiter::table::Counter;
 use transom_limiter::verdict::{Verdicts, WindowVerdict};
@@ -78,8 +78,7 @@ enum Known {
 
 /// What marks of which windows cause events, under one configuration.
 pub struct Marks {
-    /// By rule and position of its layers.
-    layers: IdVec<RuleId, Vec<LayerMarks>>,
+    layers: IdVec<RuleId, IdVec<LayerPosition, LayerMarks>>,
     sent: Arc<SentMarks>,
     events: Sender<MarkEvent>,
     /// When this process started, Unix milliseconds.
@@ -148,7 +147,7 @@ impl MarkReader {
         for window in verdicts.windows() {
             let layer = window.layer();
             let layers = &self.marks.layers[rules[layer.position]];
-            let Some(LayerMarks { thresholds }) = layers.get(layer.id.position()) else { continue };
+            let Some(LayerMarks { thresholds }) = layers.get(layer.id.position) else { continue };
             let used = window.usage().used;
             if thresholds.first().is_some_and(|(lowest, _)| used >= *lowest) {
                 self.reached(thresholds, window, verdicts, || name(layer.position));

@@ -653,9 +653,9 @@ mod tests {
     use transom_limiter::rule_set::RuleSet;
     use transom_limiter::table::Table;
     use transom_rules::compiled_config::LiveData;
-    use transom_runtime::metrics::Registry;
     use transom_runtime::metrics::events::{ConcurrencyGauge, NAMES};
     use transom_runtime::metrics::exposition::{Format, render};
+    use transom_runtime::metrics::{Registry, WorkerId};
     use transom_store::shared_counters::SharedByWorkers;
 
     const KEY: KeyHash = KeyHash { bucket_hash: 1, tag: 1 };
@@ -674,7 +674,7 @@ mod tests {
     impl Rule {
         fn new() -> Rule {
             let registry = Registry::default();
-            let gauge = ConcurrencyGauge::new(&registry, 0, "r");
+            let gauge = ConcurrencyGauge::new(&registry, WorkerId::at(0), "r");
             Rule { registry, gauge, table: Arc::new(ConcurrencyTable::with_capacity(1, 4)) }
         }
 
@@ -752,7 +752,8 @@ mod tests {
         let rule_set = RuleSet::new(config.limiter_rules(), Seed(1, 2), None);
         let served = ServedConfig::new(config, Seed(1, 2), rule_set, upstream_health, LiveData::default());
         let shared = SharedByWorkers::new(Arc::new(Table::with_capacity(64).unwrap()));
-        let worker = WorkerState::new(0, shared, clock, Arc::clone(&registry), served, RecordOutputs::default());
+        let worker =
+            WorkerState::new(WorkerId::at(0), shared, clock, Arc::clone(&registry), served, RecordOutputs::default());
         let worker = Rc::new(worker);
         let (parts, ()) = Request::new(()).into_parts();
         let client = worker.config().served.identify_client(Ipv4Addr::LOCALHOST.into(), false, &parts.headers);

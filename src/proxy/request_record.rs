@@ -353,7 +353,7 @@ impl RequestRecord {
 
     /// Counts an error, and logs a warning unless the client caused it.
     pub fn record_error(&mut self, error: &RequestError) {
-        self.worker.metrics.request_error(error.kind_index());
+        self.worker.metrics.request_error(error.kind_id());
         if error.is_logged_as_warning() {
             self.warn(error.side(), &error.operator_message());
         }
@@ -403,7 +403,7 @@ impl RequestRecord {
                 RequestError::Upstream(String::new())
             }
         };
-        self.worker.metrics.request_error(kind.kind_index());
+        self.worker.metrics.request_error(kind.kind_id());
         self.record_truncation();
     }
 
@@ -583,7 +583,7 @@ pub fn record_rejected_head(
     error: &RequestError,
     first_line: Option<FirstLine<'_>>,
 ) {
-    worker.metrics.request_error(error.kind_index());
+    worker.metrics.request_error(error.kind_id());
     let config = worker.config();
     let status = error.status();
     config.unrouted_metrics.request_ended(status, Duration::ZERO);

@@ -26,7 +26,7 @@ use transom_config::{RouteId, UpstreamId};
 use transom_jwt::cache::TokenCache;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
+use transom_limiter::handles::{Handle as _, IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::OnLimit;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::verdict::Verdicts;
@@ -192,7 +192,7 @@ fn policy_fields(served: &ServedConfig) -> IdVec<RouteRulesId, Option<HeaderValu
 
 impl DecisionBuffers {
     fn of_worker(worker_id: WorkerId) -> RefCell<DecisionBuffers> {
-        let context = DecisionContext::for_worker(worker_id as u32);
+        let context = DecisionContext::for_worker(worker_id.index() as u32);
         RefCell::new(DecisionBuffers { context, ..DecisionBuffers::default() })
     }
 }

@@ -13,7 +13,7 @@ use super::worker_config::{RecordOutputs, WorkerConfig};
 use crate::notify::Marks;
 use crate::proxy::served_config::ServedConfig;
 use crate::timer::Timers;
-use transom_http::error::RequestError;
+use transom_http::error::{ErrorKindId, RequestError};
 use transom_rules::RouteRulesId;
 use transom_rules::compiled_config::RouteRules;
 use transom_rules::responses::Date;
@@ -37,7 +37,7 @@ pub enum TopKeysQuery {
 pub struct WorkerState {
     pub counters: CounterAccess,
     pub clock: Clock,
-    pub metrics: WorkerMetrics,
+    pub metrics: WorkerMetrics<ErrorKindId>,
     pub timers: Rc<Timers>,
     pub log_throttle: Arc<LogThrottle>,
     /// End time of the requests that end in one batch, so that the clock is read once for all of them.

@@ -31,7 +31,7 @@ use transom_config::access::EntryId;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::{IdVec, PlanPosition, RuleId, VariantId};
+use transom_limiter::handles::{Handle as _, IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Plan, Rule};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
@@ -186,14 +186,14 @@ impl ServiceConfig {
                 let DecisionBuffers { context, text, .. } = &mut *buffers;
                 // The context of the worker belongs to the rule set of the configuration.
                 let mut own_context =
-                    call.plan.stated.as_ref().map(|_| DecisionContext::for_worker(worker.worker_id as u32));
+                    call.plan.stated.as_ref().map(|_| DecisionContext::for_worker(worker.worker_id.index() as u32));
                 let context = own_context.as_mut().unwrap_or(context);
                 context.inputs.reserve = false;
                 context.inputs.keyed_requests.clear();
                 context.inputs.keyed_requests.extend(call.rules.iter().map(|rule| rule.keyed.keyed_request));
                 charge_plan.prefetch(&worker.counters.table, &context.inputs.keyed_requests);
                 context.result.concurrency.clear();
-                let store_key = |position| call.rules[position].keyed.store_key.clone();
+                let store_key = |position: PlanPosition| call.rules[position].keyed.store_key.clone();
                 let begun = worker.counters.decide(charge_plan, began.unix_ms, context, store_key);
                 worker.metrics.decision_took(worker.clock.instant().duration_since(began.instant));
                 match begun {

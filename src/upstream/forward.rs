@@ -32,7 +32,7 @@ use transom_config::limits::Timeouts;
 use transom_config::upstream::Retries;
 use transom_http::error::RequestError;
 use transom_http::{headers, websocket_handshake};
-use transom_limiter::handles::{Handle as _, IdVec};
+use transom_limiter::handles::IdVec;
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::events::{UpstreamMetrics, UpstreamOutcome};
 use transom_runtime::metrics::upstream::{RetryMetrics, UpstreamLimit};
@@ -45,7 +45,7 @@ pub struct Forwarder {
     upstream_health: Arc<UpstreamHealth>,
     load_balancer: LoadBalancer,
     retry_budget: RetryBudget,
-    metrics: UpstreamMetrics,
+    metrics: UpstreamMetrics<ServerId>,
     retry_meter: RetryMetrics,
     clock: Clock,
 }
@@ -86,7 +86,7 @@ impl Drop for Attempt<'_> {
     fn drop(&mut self) {
         let (forwarder, server) = (self.forwarder, self.choice.server);
         if let Some(outcome) = self.outcome {
-            forwarder.metrics.request_ended(server.index(), outcome);
+            forwarder.metrics.request_ended(server, outcome);
         }
         if let Some(log) = self.log {
             log.attempt_ended(self.outcome, &forwarder.clock);
@@ -139,7 +139,7 @@ impl Forwarder {
     pub fn new(
         upstream_health: Arc<UpstreamHealth>,
         servers: IdVec<ServerId, Rc<ServerPool>>,
-        meter: UpstreamMetrics,
+        meter: UpstreamMetrics<ServerId>,
         retries: RetryMetrics,
         clock: Clock,
     ) -> Forwarder {

@@ -25,7 +25,9 @@ use super::request_limit::{ConnectionPermit, PermitIssuer};
 use crate::io_stream::descriptor_limit;
 use transom_config::upstream::{HostField, Scheme, Server, TransportSettings, UpstreamPolicy};
 use transom_http::error::RequestError;
+use transom_limiter::handles::Handle as _;
 use transom_runtime::clock::Clock;
+use transom_runtime::metrics::WorkerId;
 use transom_runtime::metrics::upstream::{ActiveGauge, ConnectionGauge, CountedConnection};
 
 /// HTTP/2 connections to one server. Beyond this number, requests wait for a stream.
@@ -351,7 +353,7 @@ impl ServerPool {
     }
 
     /// Sets this worker's share of the limits. `servers`: in all upstreams together.
-    pub fn set_limits(&self, limits: &UpstreamPolicy, worker: usize, workers: usize, servers: usize) {
+    pub fn set_limits(&self, limits: &UpstreamPolicy, worker: WorkerId, workers: usize, servers: usize) {
         self.connection_max.set(limits.max_connections.map(|max| worker_share(max, worker, workers)));
         // Idle connections to one server leave descriptors for clients and for connections to others.
         let spare = descriptor_limit() / IDLE_DESCRIPTOR_DIVISOR / servers.max(1) as u64;
@@ -457,18 +459,19 @@ impl PermitIssuer for ServerPool {
 }
 
 /// One worker's share of a limit. The shares add up to the limit, or are 1 each if that is more; those of 0 are 0.
-fn worker_share(max: u32, worker: usize, workers: usize) -> u32 {
+fn worker_share(max: u32, worker: WorkerId, workers: usize) -> u32 {
     let (each, rest) = (max as usize / workers.max(1), max as usize % workers.max(1));
-    u32::try_from(each + usize::from(worker < rest)).unwrap_or(u32::MAX).max(max.min(1))
+    u32::try_from(each + usize::from(worker.index() < rest)).unwrap_or(u32::MAX).max(max.min(1))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::worker_share;
+    use super::*;
 
     #[test]
     fn worker_shares_add_up() {
-        let sum = |max, workers| (0..workers).map(|worker| worker_share(max, worker, workers)).sum::<u32>();
+        let sum =
+            |max, workers| (0..workers).map(|worker| worker_share(max, WorkerId::at(worker), workers)).sum::<u32>();
         for (max, workers) in [(1, 1), (4, 4), (10, 4), (7, 2), (1_000_000, 7)] {
             assert_eq!(sum(max, workers), max);
         }

@@ -8,9 +8,10 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
+use transom_limiter::handles::Handle as _;
 use transom_limiter::secret_digest::Digest;
 use transom_runtime::metrics::exposition::{Format, render};
-use transom_runtime::metrics::{Metric, Registry, counter};
+use transom_runtime::metrics::{Metric, Registry, WorkerId, counter};
 
 use crate::support::client::Client;
 use crate::support::external_scripts::run_checks;
@@ -196,7 +197,7 @@ static SEEN: Metric = counter("seen_total", "Values of a label.");
 fn prometheus_reads_back_all_labels() {
     let (registry, scratch) = (Registry::default(), TempDir::new());
     let values: Vec<String> = label_values().collect();
-    values.iter().for_each(|value| registry.cell(&SEEN, 0, &[("value", value)]).add(3));
+    values.iter().for_each(|value| registry.cell(&SEEN, WorkerId::at(0), &[("value", value)]).add(3));
     let page = |format| render(&registry, &[&SEEN], &[], format);
     let text = page(Format::Prometheus);
     promtool(&["check", "metrics"], &text);

@@ -210,7 +210,9 @@ fn tags(header: &Header, toml: &str) -> Vec<(u64, usize)> {
         context.inputs.keyed_requests =
             vec![Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: VariantId::DEFAULT, cost: 1 })].into();
         charge_plan.peek(&table, DecisionTime::read(&now_ms), &mut context);
-        tags.extend(context.result.charges.iter().map(|charge| (charge.counter.key.tag, charge.layer.id.position())));
+        tags.extend(
+            context.result.charges.iter().map(|charge| (charge.counter.key.tag, charge.layer.id.position.index())),
+        );
     }
     tags.sort_unstable();
     tags

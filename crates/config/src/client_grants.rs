@@ -104,9 +104,13 @@ impl ClientGrant {
     }
 }
 
-/// The position of the window among the layers of a rule, by its period or by its name in responses.
-pub fn find_window(rule: &GatewayRule, layers: &[Limit], window: &str) -> Option<usize> {
-    layers.iter().position(|layer| layer.period_text == window || rule.layer_name(layers, layer) == window)
+/// The window among the layers of a rule, by its period or by its name in responses.
+pub fn find_window<'a>(rule: &GatewayRule, layers: &'a [Limit], window: &str) -> Option<&'a Limit> {
+    layers.iter().find(|layer| is_window(rule, layers, layer, window))
+}
+
+fn is_window(rule: &GatewayRule, layers: &[Limit], layer: &Limit, window: &str) -> bool {
+    layer.period_text == window || rule.layer_name(layers, layer) == window
 }
 
 /// Checks whether tokens can be added to a window of a rule.
@@ -161,9 +165,9 @@ impl Client {
         for until_ms in ends {
             let mut plan = base.clone();
             for grant in of_rule().filter(|grant| grant.until_ms >= until_ms) {
-                let granted = match find_window(rule, &base.layers, &grant.window) {
-                    Some(position) => {
-                        let limit = &mut plan.layers[position];
+                let mut limits = base.layers.iter().zip(&mut plan.layers);
+                let granted = match limits.find(|(limit, _)| is_window(rule, &base.layers, limit, &grant.window)) {
+                    Some((_, limit)) => {
                         let checked = check_window(rule, limit, grant.tokens);
                         checked.map(|()| limit.tokens += grant.tokens)
                     }

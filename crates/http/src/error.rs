@@ -7,6 +7,8 @@ use std::fmt;
 
 use http::HeaderName;
 
+use transom_limiter::handles::Handle as _;
+
 /// The side that caused an error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Side {
@@ -157,6 +159,11 @@ pub struct NoClient {
     pub challenge: String,
 }
 
+transom_limiter::handles! {
+    /// A kind of errors: its position among all.
+    ErrorKindId,
+}
+
 /// What all errors of one kind have in common.
 struct ErrorKind {
     /// In metrics and in the log.
@@ -195,10 +202,10 @@ macro_rules! error_kinds {
         enum Position { $($variant),* }
 
         impl RequestError {
-            /// The position of the kind among all, for metrics.
-            pub fn kind_index(&self) -> usize {
+            /// The kind, for metrics.
+            pub fn kind_id(&self) -> ErrorKindId {
                 match self {
-                    $(RequestError::$variant { .. } => Position::$variant as usize,)*
+                    $(RequestError::$variant { .. } => ErrorKindId::at(Position::$variant as usize),)*
                 }
             }
         }
@@ -254,13 +261,13 @@ error_kinds! {
 }
 
 impl RequestError {
-    /// The names of all kinds, by [`RequestError::kind_index`].
+    /// The names of all kinds, by [`ErrorKindId`].
     pub fn kind_names() -> impl ExactSizeIterator<Item = &'static str> {
         ERROR_KINDS.iter().map(|kind| kind.name)
     }
 
     fn kind(&self) -> &'static ErrorKind {
-        &ERROR_KINDS[self.kind_index()]
+        &ERROR_KINDS[self.kind_id().index()]
     }
 
     pub fn side(&self) -> Side {

@@ -6,7 +6,7 @@ use crate::acquire::{AcquireResult, acquire_all, acquire_peeked, peek_all, peek_
 use crate::charge_plan::{ChargePlan, LayerRef};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
-use crate::handles::PlanPosition;
+use crate::handles::{ChargePosition, PlanPosition};
 use crate::rule_set::{CompiledLayer, CountingMode};
 use crate::table::Table;
 use crate::waiter_limit::WaiterSlot;
@@ -106,7 +106,7 @@ impl ChargePlan {
         context: &mut DecisionContext,
         may_wait: bool,
     ) -> Decision {
-        let first = (context.result.charges.len(), context.result.shard_receipts.len());
+        let first = context.next_charges();
         let decision = match self.is_plain() {
             true => self.acquire_plain_layers(self.compiled_layers(layers), table, now, context),
             false => self.acquire_layers_of_any_kind(layers, table, now, context, may_wait),
@@ -130,12 +130,12 @@ impl ChargePlan {
         mut now: DecisionTime<'_>,
         context: &mut DecisionContext,
     ) -> Decision {
-        let first = context.result.charges.len();
+        let first = context.result.charges.next_id();
         loop {
             let time = Time::all_plain(now.unix_ms);
             context.result.decided_ms = context.result.decided_ms.max(now.unix_ms);
             let mut all_fit = true;
-            context.add_charges(self.rule_set(), layers.clone(), now.unix_ms, first, |charge| {
+            context.add_charges(self.rule_set(), layers.clone(), now.unix_ms, |charge| {
                 all_fit &= peek_charge(table, charge, time);
             });
             if !all_fit {
@@ -145,7 +145,7 @@ impl ChargePlan {
             match acquire_peeked(table, charges, &mut context.result.shard_receipts, time) {
                 AcquireResult::Admitted => return Decision::Admitted,
                 // The time of this thread is behind the time at which another thread reused a slot.
-                AcquireResult::Late if now.advance_to(table.horizon_ms()) => {}
+                AcquireResult::Late if now.advance_to(table.horizon_ms()) => context.truncate(first),
                 // Counters cannot hold a later time.
                 AcquireResult::Late | AcquireResult::Refused => return Decision::Refused,
             }
@@ -162,16 +162,15 @@ impl ChargePlan {
         context: &mut DecisionContext,
         may_wait: bool,
     ) -> Decision {
-        let first = context.result.charges.len();
+        let first = context.result.charges.next_id();
         let may_delay = may_wait && (self.may_delay || context.inputs.reserve);
         loop {
             let now_ms = now.unix_ms;
             context.result.decided_ms = context.result.decided_ms.max(now_ms);
+            context.truncate(first);
             match self.is_shared {
-                true => self.add_shared_charges(table, layers, now_ms, context, first),
-                false => {
-                    context.add_charges(self.rule_set(), self.compiled_layers(layers), now_ms, first, |_charge| ())
-                }
+                true => self.add_shared_charges(table, layers, now_ms, context),
+                false => context.add_charges(self.rule_set(), self.compiled_layers(layers), now_ms, |_charge| ()),
             }
             let charges = &mut context.result.charges[first..];
             match acquire_all(table, charges, &mut context.result.shard_receipts, self.time(now_ms)) {
@@ -216,7 +215,7 @@ impl ChargePlan {
         if self.is_plain() && context.use_default_windows() {
             context.result.decided_ms = now.unix_ms;
             let mut all_fit = true;
-            context.add_charges(self.rule_set(), self.enforced_layers(), now.unix_ms, 0, |charge| {
+            context.add_charges(self.rule_set(), self.enforced_layers(), now.unix_ms, |charge| {
                 all_fit &= peek_charge(table, charge, Time::all_plain(now.unix_ms));
             });
             return all_fit;
@@ -236,11 +235,11 @@ impl ChargePlan {
         let layers = self.layers_of_request(context, now.unix_ms);
         let all_fit = self.peek_until_current(table, now, context, |context, now_ms| match self.is_shared {
             true => self.add_charges_for_peek(&layers, table, now_ms, context),
-            false => context.add_charges(self.rule_set(), self.compiled_layers(&layers), now_ms, 0, |_charge| ()),
+            false => context.add_charges(self.rule_set(), self.compiled_layers(&layers), now_ms, |_charge| ()),
         });
         if self.is_shared {
-            self.report_total_usage(table, context.result.decided_ms, context, 0);
-            self.add_local_usage(table, context, 0);
+            self.report_total_usage(table, context.result.decided_ms, context, ChargePosition::FIRST);
+            self.add_local_usage(table, context, ChargePosition::FIRST);
         }
         context.scratch.layer_buffer = layers;
         all_fit
@@ -256,9 +255,10 @@ impl ChargePlan {
     ) -> bool {
         loop {
             context.result.decided_ms = now.unix_ms;
+            context.result.charges.clear();
             add_charges(context, now.unix_ms);
-            let all_fit = peek_all(table, &mut context.result.charges, self.time(now.unix_ms));
-            if all_fit || !context.is_full_by_debt(0) || !now.advance() {
+            let all_fit = peek_all(table, context.result.charges.as_mut_slice(), self.time(now.unix_ms));
+            if all_fit || !context.is_full_by_debt(ChargePosition::FIRST) || !now.advance() {
                 return all_fit;
             }
         }
@@ -279,7 +279,7 @@ impl ChargePlan {
             .iter_mut()
             .filter(|counting_mode| **counting_mode == CountingMode::Remote)
             .for_each(|counting_mode| *counting_mode = CountingMode::Leased);
-        self.add_shared_charges(table, layers, now_ms, context, 0);
+        self.add_shared_charges(table, layers, now_ms, context);
     }
 
     /// Peeks at local counters, on top of the known usage of other gateways; `true` if the request fits.
@@ -291,9 +291,9 @@ impl ChargePlan {
         context: &mut DecisionContext,
     ) -> bool {
         let add_charges =
-            |context: &mut DecisionContext, now_ms| self.add_shared_charges(table, layers, now_ms, context, 0);
+            |context: &mut DecisionContext, now_ms| self.add_shared_charges(table, layers, now_ms, context);
         let all_fit = self.peek_until_current(table, now, context, add_charges);
-        self.report_total_usage(table, context.result.decided_ms, context, 0);
+        self.report_total_usage(table, context.result.decided_ms, context, ChargePosition::FIRST);
         all_fit
     }
 }

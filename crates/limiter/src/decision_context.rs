@@ -4,7 +4,7 @@
 use crate::acquire::Charge;
 use crate::charge_plan::{LayerCharge, LayerRef};
 use crate::concurrency::ConcurrencyUsage;
-use crate::handles::{IdVec, PlanPosition, VariantId, WindowsId};
+use crate::handles::{ChargePosition, IdVec, PlanPosition, VariantId, WindowsId};
 use crate::rule_set::{CompiledLayer, CountingMode, KeyedRequest, RuleSet};
 use crate::sharded_counter::ShardReceipt;
 use crate::window::Window;
@@ -40,7 +40,7 @@ pub struct DecisionInputs {
 #[derive(Clone, Debug, Default)]
 pub struct DecisionResult {
     /// The counters in the order in which they were charged: those of the enforced rules, then those of shadow rules.
-    pub charges: Vec<LayerCharge>,
+    pub charges: IdVec<ChargePosition, LayerCharge>,
     /// The time to which `charges` refer, Unix milliseconds.
     pub decided_ms: u64,
     /// Receipts of charges in sharded and sliding counters, and of charges that state the usage of other gateways too.
@@ -58,14 +58,22 @@ pub struct DecisionResult {
 pub struct SharingState {
     /// How each rule of the charge plan is counted.
     pub counting_modes: IdVec<PlanPosition, CountingMode>,
-    /// Positions in the charges whose leases hold too few tokens, after a decision that lacked tokens.
-    pub missing_tokens: Vec<usize>,
-    /// Positions in the charges whose leases run low, after a decision that admitted.
-    pub low_leases: Vec<usize>,
+    /// The charges whose leases hold too few tokens, after a decision that lacked tokens.
+    pub missing_tokens: Vec<ChargePosition>,
+    /// The charges whose leases run low, after a decision that admitted.
+    pub low_leases: Vec<ChargePosition>,
     /// Layers that the store has charged already.
     pub prepaid: Vec<LayerRef>,
     /// Where the shard receipts of the rules being decided begin.
     pub first_shard_receipt: usize,
+}
+
+/// Where the charges of some layers begin, among those of a request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ChargesStart {
+    pub charge: ChargePosition,
+    /// The number of receipts of shards before.
+    pub shard_receipts: usize,
 }
 
 /// Memory that decisions reuse.
@@ -105,9 +113,15 @@ impl DecisionContext {
         self.sharing.prepaid.clear();
     }
 
+    /// Where the next charges begin.
+    #[inline]
+    pub(super) fn next_charges(&self) -> ChargesStart {
+        ChargesStart { charge: self.result.charges.next_id(), shard_receipts: self.result.shard_receipts.len() }
+    }
+
     /// Whether a counter from `first` on is full because of tokens that may be owed.
     #[cold]
-    pub(super) fn is_full_by_debt(&self, first: usize) -> bool {
+    pub(super) fn is_full_by_debt(&self, first: ChargePosition) -> bool {
         self.result.charges[first..].iter().any(|charge| charge.is_full && charge.request.kind.carries_debt())
     }
 
@@ -151,17 +165,15 @@ impl DecisionContext {
         whole.chain(self.result.shard_receipts.iter().copied())
     }
 
-    /// Replaces the charges from `first` on by those of the request in `layers`. `peek` is called with each of them.
+    /// Adds the charges of the request in `layers`. `peek` is called with each of them.
     #[inline(always)]
     pub(super) fn add_charges<'a>(
         &mut self,
         rule_set: &RuleSet,
         layers: impl Iterator<Item = (LayerRef, &'a CompiledLayer)>,
         now_ms: u64,
-        first: usize,
         mut peek: impl FnMut(&mut Charge),
     ) {
-        self.result.charges.truncate(first);
         for (layer_ref, layer) in layers {
             if let Some(keyed_request) = self.inputs.keyed_requests[layer_ref.position] {
                 let charge = self.new_charge(rule_set, layer, keyed_request, now_ms);

@@ -11,9 +11,9 @@ use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
 use crate::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use crate::concurrency::SlotState;
 use crate::decision::{Decision, Waiter};
-use crate::decision_context::DecisionContext;
+use crate::decision_context::{DecisionContext, DecisionResult};
 use crate::decision_time::DecisionTime;
-use crate::handles::{IdVec, LayerId, PlanPosition, RuleId};
+use crate::handles::{ChargePosition, IdVec, LayerId, PlanPosition, RuleId};
 use crate::rule::OnLimit;
 use crate::rule_set::{KeyedRequest, RuleSet};
 use crate::sharded_counter::ShardReceipt;
@@ -57,15 +57,14 @@ impl ChargePlan {
                     recharge.push(charge.layer);
                 }
             }
-            if acquire_peeked(table, &mut context.result.charges, &mut context.result.shard_receipts, time)
-                == AcquireResult::Admitted
-            {
+            let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
+            if acquire_peeked(table, charges.as_mut_slice(), shard_receipts, time) == AcquireResult::Admitted {
                 context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
                 return Some(Decision::Delayed { until_ms, waiter, recharge });
             }
             // Another request took the tokens: peek again.
             context.result.charges.iter_mut().zip(&requests).for_each(|(charge, request)| charge.request = *request);
-            if peek_all(table, &mut context.result.charges, time) {
+            if peek_all(table, context.result.charges.as_mut_slice(), time) {
                 context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
             }
         }
@@ -167,7 +166,7 @@ impl ChargePlan {
         context: &mut DecisionContext,
         now_ms: u64,
     ) -> Option<u64> {
-        for position in self.new_penalties(context, 0) {
+        for position in self.new_penalties(context, ChargePosition::FIRST) {
             let charge = &mut context.result.charges[position];
             let end_ms = self.rule_set().window_end_ms(self.layer(charge.layer), now_ms, 0);
             charge.usage = Usage { used: 1, end_ms };
@@ -225,9 +224,9 @@ impl ChargePlan {
         table: &Table<W>,
         time: Time<'_>,
         context: &mut DecisionContext,
-        first: usize,
+        first: ChargePosition,
     ) {
-        for charge in context.result.charges.iter_mut().skip(first) {
+        for charge in &mut context.result.charges[first..] {
             // Shared counters are charged by the store.
             if charge.mode.is_local() && self.rule_of(charge.layer).rule.count_refused {
                 acquire_remaining(charge, table, time);

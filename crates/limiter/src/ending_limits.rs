@@ -7,8 +7,8 @@
 
 use crate::charge_plan::{ChargePlan, LayerRef};
 use crate::decision::Decision;
-use crate::decision_context::DecisionContext;
-use crate::handles::{LayerId, VariantId};
+use crate::decision_context::{ChargesStart, DecisionContext};
+use crate::handles::{ChargePosition, LayerId, VariantId};
 use crate::rule_set::{CountingMode, RuleSet};
 use crate::table::Table;
 
@@ -58,7 +58,7 @@ impl ChargePlan {
 
     /// Whether charges from `first` on are in windows that begin after their limits have ended. The request then has the limits that
     /// follow. Leased tokens are of the window for which they were leased.
-    pub fn ends_limits(&self, context: &mut DecisionContext, first: usize) -> bool {
+    pub fn ends_limits(&self, context: &mut DecisionContext, first: ChargePosition) -> bool {
         let DecisionContext { inputs, result, .. } = context;
         let mut ends = false;
         for charge in result.charges[first..].iter().filter(|charge| charge.mode != CountingMode::Leased) {
@@ -76,24 +76,25 @@ impl ChargePlan {
     }
 
     /// Undoes a decision with charges as [`ChargePlan::ends_limits`] finds them; `true` if there are some. `first`: where the charges
-    /// of the decision begin, and their receipts of shards.
+    /// of the decision begin.
     pub(super) fn undo_under_ended_limits<const W: usize>(
         &self,
         decision: &Decision,
         table: &Table<W>,
         context: &mut DecisionContext,
-        first: (usize, usize),
+        first: ChargesStart,
     ) -> bool {
-        if !self.has_ending_limits || matches!(decision, Decision::Refused) || !self.ends_limits(context, first.0) {
+        if !self.has_ending_limits || matches!(decision, Decision::Refused) || !self.ends_limits(context, first.charge)
+        {
             return false;
         }
         let time = self.time(context.result.decided_ms);
-        let mut receipts = context.result.shard_receipts.split_off(first.1);
-        receipts.extend(context.result.charges[first.0..].iter_mut().filter_map(|charge| charge.take_receipt()));
+        let mut receipts = context.result.shard_receipts.split_off(first.shard_receipts);
+        receipts.extend(context.result.charges[first.charge..].iter_mut().filter_map(|charge| charge.take_receipt()));
         for receipt in receipts.iter().rev() {
             table.refund(receipt.receipt, receipt.request, time);
         }
-        context.truncate(first.0);
+        context.truncate(first.charge);
         true
     }
 }

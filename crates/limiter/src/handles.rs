@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::ops::{Index, IndexMut};
+use std::ops::{Index, IndexMut, Range, RangeFrom};
 
 /// A position in an [`IdVec`].
 pub trait Handle: Copy + Eq + fmt::Debug {
@@ -41,6 +41,12 @@ handles! {
     RuleId,
     /// A rule of a [`ChargePlan`](crate::charge_plan::ChargePlan): its position there.
     PlanPosition,
+    /// A charge of a decision: its position in [`DecisionResult::charges`](crate::decision_context::DecisionResult::charges).
+    ChargePosition,
+    /// A layer among those of its rule.
+    LayerPosition,
+    /// A name by which refusals of a rule are counted: see [`CompiledRule::limit_names`](crate::rule_set::CompiledRule::limit_names).
+    LimitNameId,
     /// The windows of a rule that apply to a key: those of a plan or an override, or the default ones.
     VariantId,
     /// Windows of a [`RuleSet`](crate::rule_set::RuleSet): each kind once, for all layers.
@@ -55,6 +61,16 @@ impl VariantId {
 impl PlanPosition {
     /// The first rule of a plan.
     pub const FIRST: PlanPosition = PlanPosition(0);
+}
+
+impl ChargePosition {
+    /// The first charge of a decision.
+    pub const FIRST: ChargePosition = ChargePosition(0);
+}
+
+impl LayerPosition {
+    /// The first layer of a rule.
+    pub const FIRST: LayerPosition = LayerPosition(0);
 }
 
 impl WindowsId {
@@ -73,18 +89,8 @@ impl Default for VariantId {
 pub struct LayerId {
     /// The rule.
     pub rule: RuleId,
-    pub(super) position: u32,
-}
-
-impl LayerId {
-    pub(super) fn new(rule: RuleId, position: usize) -> LayerId {
-        LayerId { rule, position: position as u32 }
-    }
-
     /// The position of the layer among those of its rule.
-    pub fn position(self) -> usize {
-        self.position as usize
-    }
+    pub position: LayerPosition,
 }
 
 /// A vector that is indexed by one kind of handle.
@@ -107,10 +113,22 @@ impl<I: Handle, T> IdVec<I, T> {
         I::at(self.items.len() - 1)
     }
 
+    /// The handle that the next item gets.
+    #[inline]
+    pub fn next_id(&self) -> I {
+        I::at(self.items.len())
+    }
+
     /// Removes all items.
     #[inline]
     pub fn clear(&mut self) {
         self.items.clear();
+    }
+
+    /// Removes the items from `first` on.
+    #[inline]
+    pub fn truncate(&mut self, first: I) {
+        self.items.truncate(first.index());
     }
 
     /// The item; `None` if the handle is of a longer vector.
@@ -123,6 +141,12 @@ impl<I: Handle, T> IdVec<I, T> {
     #[inline]
     pub fn get_mut(&mut self, id: I) -> Option<&mut T> {
         self.items.get_mut(id.index())
+    }
+
+    /// The last item, to change it.
+    #[inline]
+    pub fn last_mut(&mut self) -> Option<&mut T> {
+        self.items.last_mut()
     }
 
     /// Appends copies of an item, or removes the last ones, until there are so many.
@@ -163,6 +187,21 @@ impl<I: Handle, T> IdVec<I, T> {
         (0..self.items.len()).map(I::at)
     }
 
+    /// The handles of the items from `first` on, in order.
+    #[inline]
+    pub fn ids_from(&self, first: I) -> impl DoubleEndedIterator<Item = I> + ExactSizeIterator + Clone + use<I, T> {
+        (first.index()..self.items.len()).map(I::at)
+    }
+
+    /// The handles of a range, in order.
+    #[inline]
+    pub fn ids_in(
+        &self,
+        range: Range<I>,
+    ) -> impl DoubleEndedIterator<Item = I> + ExactSizeIterator + Clone + use<I, T> {
+        (range.start.index()..range.end.index()).map(I::at)
+    }
+
     /// The items with their handles, in order.
     #[inline]
     pub fn enumerate(&self) -> impl DoubleEndedIterator<Item = (I, &T)> + ExactSizeIterator + Clone {
@@ -199,6 +238,12 @@ impl<I: Handle, T> IdVec<I, T> {
     pub fn as_slice(&self) -> &[T] {
         &self.items
     }
+
+    /// As [`IdVec::as_slice`], to change the items.
+    #[inline]
+    pub fn as_mut_slice(&mut self) -> &mut [T] {
+        &mut self.items
+    }
 }
 
 impl<I, T> Default for IdVec<I, T> {
@@ -220,6 +265,38 @@ impl<I: Handle, T> IndexMut<I> for IdVec<I, T> {
     #[inline(always)]
     fn index_mut(&mut self, id: I) -> &mut T {
         &mut self.items[id.index()]
+    }
+}
+
+impl<I: Handle, T> Index<Range<I>> for IdVec<I, T> {
+    type Output = [T];
+
+    #[inline(always)]
+    fn index(&self, range: Range<I>) -> &[T] {
+        &self.items[range.start.index()..range.end.index()]
+    }
+}
+
+impl<I: Handle, T> IndexMut<Range<I>> for IdVec<I, T> {
+    #[inline(always)]
+    fn index_mut(&mut self, range: Range<I>) -> &mut [T] {
+        &mut self.items[range.start.index()..range.end.index()]
+    }
+}
+
+impl<I: Handle, T> Index<RangeFrom<I>> for IdVec<I, T> {
+    type Output = [T];
+
+    #[inline(always)]
+    fn index(&self, range: RangeFrom<I>) -> &[T] {
+        &self.items[range.start.index()..]
+    }
+}
+
+impl<I: Handle, T> IndexMut<RangeFrom<I>> for IdVec<I, T> {
+    #[inline(always)]
+    fn index_mut(&mut self, range: RangeFrom<I>) -> &mut [T] {
+        &mut self.items[range.start.index()..]
     }
 }
 
@@ -268,5 +345,14 @@ impl<'a, I, T> IntoIterator for &'a IdVec<I, T> {
 
     fn into_iter(self) -> std::slice::Iter<'a, T> {
         self.items.iter()
+    }
+}
+
+impl<'a, I, T> IntoIterator for &'a mut IdVec<I, T> {
+    type Item = &'a mut T;
+    type IntoIter = std::slice::IterMut<'a, T>;
+
+    fn into_iter(self) -> std::slice::IterMut<'a, T> {
+        self.items.iter_mut()
     }
 }

@@ -12,7 +12,7 @@ use crate::charge_plan::ChargePlan;
 use crate::decision::Decision;
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
-use crate::handles::{IdVec, RuleId, VariantId};
+use crate::handles::{Handle as _, IdVec, RuleId, VariantId};
 use crate::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use crate::limit::Limit;
 use crate::rule::Rule;
@@ -323,7 +323,7 @@ impl Limiter {
         let mut receipts = [None; MAX_LAYERS];
         let mut blocking = (0, Some(now_ms));
         for charge in &context.result.charges {
-            let (layer, limit) = (charge.layer.id.position(), charge.request.limit);
+            let (layer, limit) = (charge.layer.id.position.index(), charge.request.limit);
             layers.states[layer] = LayerState {
                 limit,
                 period: self.periods[layer],
@@ -419,7 +419,7 @@ impl LimiterBuilder {
         let seed = self.seed.unwrap_or_else(|| Seed(random(), random()));
         let id = seed.hash(&["limiter", &format!("{:?} {}", self.layers, self.capacity)]);
         let mut rules = IdVec::new();
-        let rule = rules.push(Rule::new("limiter", vec![KeyPart::GLOBAL], OnMissing::Never, limits));
+        let rule: RuleId = rules.push(Rule::new("limiter", vec![KeyPart::GLOBAL], OnMissing::Never, limits));
         let rule_set = Arc::new(RuleSet::new(rules.as_slice(), seed, None));
         let hasher = KeyHasher::new(seed, rule_set.rules[rule].hash_prefix);
         Ok(Limiter { charge_plan: rule_set.charge_plan([rule]), table, hasher, rule, periods, id })

@@ -6,7 +6,7 @@
 use crate::charge_plan::{ChargePlan, LayerCharge};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
-use crate::handles::RuleId;
+use crate::handles::{ChargePosition, RuleId};
 use crate::rule_set::{KeyedRequest, RuleSet};
 use crate::table::{CounterResult, Table};
 use crate::window_kind::{AcquireRequest, Usage};
@@ -23,17 +23,16 @@ impl Usage {
 }
 
 impl ChargePlan {
-    /// The positions of charges from `first` on that begin a penalty: those of rules of which a window refused the request,
-    /// while the key served no penalty.
-    pub fn new_penalties(&self, context: &DecisionContext, first: usize) -> Vec<usize> {
-        let charges = context.result.charges.iter().enumerate().skip(first);
-        let refuses = |rule: RuleId| {
-            context.result.charges[first..].iter().any(|charge| charge.layer.id.rule == rule && charge.is_full)
-        };
+    /// The charges from `first` on that begin a penalty: those of rules of which a window refused the request, while the key
+    /// served no penalty.
+    pub fn new_penalties(&self, context: &DecisionContext, first: ChargePosition) -> Vec<ChargePosition> {
+        let charges = &context.result.charges;
+        let refuses =
+            |rule: RuleId| charges[first..].iter().any(|charge| charge.layer.id.rule == rule && charge.is_full);
         let is_new = |charge: &LayerCharge| {
             !charge.is_full && self.layer(charge.layer).is_penalty() && refuses(charge.layer.id.rule)
         };
-        charges.filter(|(_, charge)| is_new(charge)).map(|(position, _)| position).collect()
+        charges.ids_from(first).filter(|position| is_new(&charges[*position])).collect()
     }
 
     /// Starts the penalties of a refused request that are counted here.
@@ -43,7 +42,7 @@ impl ChargePlan {
         table: &Table<W>,
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
-        first: usize,
+        first: ChargePosition,
     ) {
         for position in self.new_penalties(context, first) {
             let charge = &mut context.result.charges[position];

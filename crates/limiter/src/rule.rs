@@ -236,10 +236,10 @@ impl Rule {
         self.plans.get(variant.index().checked_sub(1)?)
     }
 
-    /// The override of a variant, and its position in `overrides`; `None` for the default and for a plan.
-    pub fn override_of(&self, variant: VariantId) -> Option<(usize, &Override)> {
+    /// The override of a variant, and its number in the configuration, from 1 on; `None` for the default and for a plan.
+    pub fn override_of(&self, variant: VariantId) -> Option<(u32, &Override)> {
         let position = variant.index().checked_sub(1 + self.plans.len())?;
-        Some((position, self.overrides.get(position)?))
+        Some((position as u32 + 1, self.overrides.get(position)?))
     }
 
     /// The limits of single clients, with their variants.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::acquire::Charge;
 use crate::bucket::Key;
 use crate::concurrency::ConcurrencyTable;
-use crate::handles::{Handle, IdVec, LayerId, RuleId, VariantId, WindowsId};
+use crate::handles::{Handle, IdVec, LayerId, LayerPosition, LimitNameId, RuleId, VariantId, WindowsId};
 use crate::identity;
 use crate::key::{KeyHash, KeyPart, Seed};
 use crate::limit::Limit;
@@ -105,8 +105,8 @@ struct NamedLayer {
     name: String,
     /// The suffix of the names of its counters in the store.
     suffix: String,
-    /// The position of the name under which its refusals are counted, see [`CompiledRule::limit_names`].
-    counted_name: usize,
+    /// The name by which its refusals are counted.
+    counted_name: LimitNameId,
 }
 
 /// A compiled rule.
@@ -118,15 +118,15 @@ pub struct CompiledRule {
     /// The prefix of the hash of every key of this rule.
     pub hash_prefix: u64,
     /// Those of [`Rule::variants`], then that of penalties.
-    layers: Vec<NamedLayer>,
-    variants: IdVec<VariantId, Range<usize>>,
+    layers: IdVec<LayerPosition, NamedLayer>,
+    variants: IdVec<VariantId, Range<LayerPosition>>,
     /// The layer that counts penalties; it belongs to no variant.
     pub penalty: Option<LayerId>,
     /// The most requests of a key in flight.
     pub(super) concurrent: IdVec<VariantId, Option<u32>>,
     concurrent_name: Option<String>,
     /// See [`CompiledRule::limit_names`].
-    limit_names: Vec<String>,
+    limit_names: IdVec<LimitNameId, String>,
     /// The requests that this rule delays.
     pub waiters: Arc<WaiterLimit>,
 }
@@ -178,7 +178,7 @@ impl CompiledLayer {
 impl CompiledRule {
     fn named_layer(&self, layer: LayerId) -> &NamedLayer {
         debug_assert_eq!(layer.rule, self.id, "a layer of another rule");
-        &self.layers[layer.position()]
+        &self.layers[layer.position]
     }
 
     /// The layer; it has to be of this rule.
@@ -212,8 +212,8 @@ impl CompiledRule {
         self.limit_names.iter().map(String::as_str)
     }
 
-    /// The position of the name of a layer in [`CompiledRule::limit_names`].
-    pub fn counted_name(&self, layer: LayerId) -> usize {
+    /// The name by which refusals of a layer are counted: see [`CompiledRule::limit_names`].
+    pub fn counted_name(&self, layer: LayerId) -> LimitNameId {
         self.named_layer(layer).counted_name
     }
 
@@ -231,7 +231,7 @@ impl CompiledRule {
     /// The layers of a variant.
     pub fn variant(&self, variant: VariantId) -> impl Iterator<Item = LayerId> + Clone + use<> {
         let rule = self.id;
-        self.variants[variant].clone().map(move |position| LayerId::new(rule, position))
+        self.layers.ids_in(self.variants[variant].clone()).map(move |position| LayerId { rule, position })
     }
 
     /// The layers that a request under a variant is charged in: those of the variant, and that of penalties.
@@ -251,16 +251,10 @@ fn bucket_group(typical_ms: u64) -> u64 {
     }
 }
 
-/// Appends a name. Returns its position.
-fn push(names: &mut Vec<String>, name: String) -> usize {
-    names.push(name);
-    names.len() - 1
-}
-
-/// The position of a name, or else of `other`, which is appended if it is missing.
-fn known_or_push(names: &mut Vec<String>, name: &str, other: impl Fn() -> String) -> usize {
-    let position = |names: &[String], name: &str| names.iter().position(|known| known == name);
-    position(names, name).or_else(|| position(names, &other())).unwrap_or_else(|| push(names, other()))
+/// A name, or else of `other`, which is appended if it is missing.
+fn known_or_push(names: &mut IdVec<LimitNameId, String>, name: &str, other: impl Fn() -> String) -> LimitNameId {
+    let position = |names: &IdVec<LimitNameId, String>, name: &str| names.position(|known| known == name);
+    position(names, name).or_else(|| position(names, &other())).unwrap_or_else(|| names.push(other()))
 }
 
 /// The setting whose change gave a layer of a rule other counters.
@@ -394,15 +388,15 @@ impl RuleSet {
     fn compile_rule(&mut self, id: RuleId, rule: &Rule, seed: Seed) -> CompiledRule {
         let mut hashes = identity::layers(rule).into_iter().map(|identity| identity.hash(seed));
         let segments = WindowSegments::of(rule);
-        let (mut layers, mut variants) = (Vec::new(), IdVec::new());
-        let mut limit_names: Vec<String> = Vec::new();
+        let (mut layers, mut variants) = (IdVec::new(), IdVec::new());
+        let mut limit_names = IdVec::new();
         let fixed = rule.fixed_variants().count();
         for (position, limits) in rule.variants().enumerate() {
-            let first = layers.len();
+            let first = layers.next_id();
             for limit in limits {
                 let name = rule.layer_name(limits, limit);
                 let counted_name = match position < fixed {
-                    true => push(&mut limit_names, name.clone()),
+                    true => limit_names.push(name.clone()),
                     false => known_or_push(&mut limit_names, &name, || rule.client_limits_name()),
                 };
                 layers.extend(hashes.next().map(|hash| NamedLayer {
@@ -412,13 +406,13 @@ impl RuleSet {
                     counted_name,
                 }));
             }
-            variants.push(first..layers.len());
+            variants.push(first..layers.next_id());
         }
         let penalty = rule.penalty_ms.zip(rule.penalty_name()).zip(hashes.next()).map(|((period_ms, name), hash)| {
             let layer = self.compile_penalty(rule, period_ms, hash);
-            let counted_name = push(&mut limit_names, name.clone());
-            layers.push(NamedLayer { layer, name, suffix: ":penalty".to_owned(), counted_name });
-            LayerId::new(id, layers.len() - 1)
+            let counted_name = limit_names.push(name.clone());
+            let position = layers.push(NamedLayer { layer, name, suffix: ":penalty".to_owned(), counted_name });
+            LayerId { rule: id, position }
         });
         let concurrent_name = rule.concurrent_name();
         limit_names.extend(concurrent_name.clone());

@@ -11,7 +11,7 @@ use crate::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use crate::decision::Decision;
 use crate::decision_context::{DecisionContext, DecisionResult};
 use crate::decision_time::DecisionTime;
-use crate::handles::{IdVec, LayerId, PlanPosition};
+use crate::handles::{ChargePosition, IdVec, LayerId, PlanPosition};
 use crate::rule::{OnLimit, OnOutage, Sharing};
 use crate::rule_set::{CompiledLayer, CompiledRule, CountingMode, KeyedRequest, RuleSet};
 use crate::sharded_counter::{ShardReceipt, Sharding};
@@ -84,7 +84,7 @@ impl ChargePlan {
         context: &mut DecisionContext,
         may_wait: bool,
     ) -> LocalDecision {
-        let first = context.result.charges.len();
+        let first = context.result.charges.next_id();
         context.sharing.missing_tokens.clear();
         context.result.decided_ms = 0;
         // Requests that wait for later windows get their position from the store, not from leases.
@@ -176,14 +176,15 @@ impl ChargePlan {
         table: &Table<W>,
         now: DecisionTime<'_>,
         context: &mut DecisionContext,
-        first: usize,
+        first: ChargePosition,
     ) -> bool {
         let now_ms = context.result.decided_ms;
         let keyed_requests = &context.inputs.keyed_requests;
         let charges = &mut context.result.charges;
         let missing_tokens = &mut context.sharing.missing_tokens;
         let mut is_full = false;
-        for (i, charge) in charges.iter().enumerate().skip(first) {
+        for position in charges.ids_from(first) {
+            let charge = &charges[position];
             let keyed_request = keyed_requests[charge.layer.position].filter(|_| charge.is_full);
             let Some(keyed_request) = keyed_request else { continue };
             let layer = self.layer(charge.layer);
@@ -199,19 +200,20 @@ impl ChargePlan {
             if charge.mode != CountingMode::Leased || is_exhausted() {
                 is_full = true;
             } else {
-                missing_tokens.push(i);
+                missing_tokens.push(position);
             }
         }
         if is_full {
             // The missing tokens are not the reason of the refusal.
-            for i in missing_tokens.drain(..) {
-                charges[i].is_full = false;
+            for position in missing_tokens.drain(..) {
+                let charge = &mut charges[position];
+                charge.is_full = false;
                 // A missing lease says nothing about the remaining tokens unless the usage is known.
-                let layer_ref = charges[i].layer;
+                let layer_ref = charge.layer;
                 let known = keyed_requests[layer_ref.position]
                     .and_then(|keyed_request| table.known_usage(self.layer(layer_ref).counter(keyed_request), now_ms));
                 if known.is_none() {
-                    charges[i].usage.used = 0;
+                    charge.usage.used = 0;
                 }
             }
         }
@@ -229,9 +231,9 @@ impl ChargePlan {
         table: &Table<W>,
         now_ms: u64,
         context: &DecisionContext,
-        first: usize,
+        first: ChargePosition,
     ) -> bool {
-        context.result.charges.iter().skip(first).any(|charge| {
+        context.result.charges[first..].iter().any(|charge| {
             let capacity = u64::from(self.layer(charge.layer).capacity);
             match charge.mode {
                 CountingMode::Local | CountingMode::Remote => false,
@@ -256,11 +258,11 @@ impl ChargePlan {
         table: &Table<W>,
         now_ms: u64,
         context: &mut DecisionContext,
-        first: usize,
+        first: ChargePosition,
     ) {
         let keyed_requests = &context.inputs.keyed_requests;
         let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
-        for charge in charges.iter_mut().skip(first) {
+        for charge in &mut charges[first..] {
             let Some(keyed_request) = keyed_requests[charge.layer.position] else { continue };
             let layer = self.layer(charge.layer);
             match charge.mode {
@@ -300,23 +302,24 @@ impl ChargePlan {
         }
     }
 
-    /// Makes charges of leases, except those at the positions `stated`, state the usage of their counter as far as it is known, as
+    /// Makes charges of leases, except those in `stated`, state the usage of their counter as far as it is known, as
     /// that of the lease says nothing about it.
     pub fn state_known_usage_of_leases<const W: usize>(
         &self,
         table: &Table<W>,
         now_ms: u64,
         context: &mut DecisionContext,
-        first: usize,
-        stated: &[usize],
+        first: ChargePosition,
+        stated: &[ChargePosition],
     ) {
         let keyed_requests = &context.inputs.keyed_requests;
-        for (i, charge) in context.result.charges.iter_mut().enumerate().skip(first) {
+        for position in context.result.charges.ids_from(first) {
+            let charge = &mut context.result.charges[position];
             let (Some(keyed_request), CountingMode::Leased) = (keyed_requests[charge.layer.position], charge.mode)
             else {
                 continue;
             };
-            if stated.contains(&i) {
+            if stated.contains(&position) {
                 continue;
             }
             let layer = self.layer(charge.layer);
@@ -331,9 +334,9 @@ impl ChargePlan {
 
     /// Makes charges of leases that lacked tokens state the capacity of the layer, and as little usage as they know of, unless they
     /// state the usage of the counter already.
-    pub fn state_capacity_of_leases(&self, context: &mut DecisionContext, first: usize) {
-        for charge in context.result.charges.iter_mut().skip(first).filter(|charge| charge.mode == CountingMode::Leased)
-        {
+    pub fn state_capacity_of_leases(&self, context: &mut DecisionContext, first: ChargePosition) {
+        let charges = &mut context.result.charges[first..];
+        for charge in charges.iter_mut().filter(|charge| charge.mode == CountingMode::Leased) {
             let capacity = u64::from(self.layer(charge.layer).capacity);
             let left = charge.request.ceiling.saturating_sub(charge.usage.used);
             if charge.request.ceiling > capacity && left <= u64::from(u32::MAX) {
@@ -344,7 +347,12 @@ impl ChargePlan {
     }
 
     /// Adds to the usage of shared layers what was counted locally while the store could not be reached, and is not reported yet.
-    pub fn add_local_usage<const W: usize>(&self, table: &Table<W>, context: &mut DecisionContext, first: usize) {
+    pub fn add_local_usage<const W: usize>(
+        &self,
+        table: &Table<W>,
+        context: &mut DecisionContext,
+        first: ChargePosition,
+    ) {
         let now_ms = context.result.decided_ms;
         let keyed_requests = &context.inputs.keyed_requests;
         let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
@@ -372,16 +380,15 @@ impl ChargePlan {
         }
     }
 
-    /// Adds charges for layers that the store decides, or that are charged later. Returns the position of the first
-    /// one.
+    /// Adds charges for layers that the store decides, or that are charged later. Returns the first one.
     pub fn add_prepared_charges<const W: usize>(
         &self,
         layers: &[LayerRef],
         table: &Table<W>,
         now_ms: u64,
         context: &mut DecisionContext,
-    ) -> usize {
-        let start = context.result.charges.len();
+    ) -> ChargePosition {
+        let start = context.result.charges.next_id();
         for layer_ref in layers {
             if let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.position] {
                 let layer = self.layer(*layer_ref);
@@ -404,8 +411,8 @@ impl ChargePlan {
         table: &Table<W>,
         now_ms: u64,
         context: &mut DecisionContext,
-        start: usize,
-        until: usize,
+        start: ChargePosition,
+        until: ChargePosition,
     ) -> bool {
         let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
         acquire_peeked(table, &mut charges[start..until], shard_receipts, self.time(now_ms)) == AcquireResult::Admitted
@@ -418,9 +425,10 @@ impl ChargePlan {
         table: &Table<W>,
         now_ms: u64,
         context: &mut DecisionContext,
-        start: usize,
+        start: ChargePosition,
     ) {
-        let former: Vec<LayerCharge> = context.result.charges.drain(start..).collect();
+        let former = context.result.charges[start..].to_vec();
+        context.truncate(start);
         let layers: Vec<LayerRef> = former.iter().map(|charge| charge.layer).collect();
         self.add_prepared_charges(&layers, table, now_ms, context);
         for (charge, former) in context.result.charges[start..].iter_mut().zip(former) {
@@ -441,11 +449,11 @@ impl ChargePlan {
         known: &[(LayerRef, Usage)],
         time: Time<'_>,
         context: &mut DecisionContext,
-        earlier: Range<usize>,
+        earlier: Range<ChargePosition>,
     ) -> Vec<LayerRef> {
         let until_ms = admission_times.iter().copied().max().unwrap_or(time.now_ms);
         let mut recharge = Vec::new();
-        for charge in context.result.charges.iter_mut().skip(earlier.end) {
+        for charge in &mut context.result.charges[earlier.end..] {
             if let Some((_, usage)) = known.iter().find(|(known, _)| *known == charge.layer) {
                 charge.usage = *usage;
             }
@@ -476,16 +484,14 @@ impl ChargePlan {
         first.is_some_and(|first| first && may_delay.all(|may_delay| may_delay))
     }
 
-    /// Replaces the charges in the context from `first` on by those of the request in `layers`, by the counting modes.
+    /// Adds the charges of the request in `layers`, by the counting modes.
     pub(super) fn add_shared_charges<const W: usize>(
         &self,
         table: &Table<W>,
         layers: &[LayerRef],
         now_ms: u64,
         context: &mut DecisionContext,
-        first: usize,
     ) {
-        context.result.charges.truncate(first);
         for layer_ref in layers {
             let mode = context.sharing.counting_modes[layer_ref.position];
             let keyed_request = context.inputs.keyed_requests[layer_ref.position];
@@ -572,34 +578,39 @@ impl DecisionContext {
     }
 
     /// Takes the receipts of all charges from `first` on, for a refund. They cannot be taken again.
-    pub fn take_receipts(&mut self, first: usize) -> Vec<ShardReceipt> {
-        let split = if first == 0 { 0 } else { self.sharing.first_shard_receipt.min(self.result.shard_receipts.len()) };
-        let whole = self.result.charges.iter_mut().skip(first).filter_map(|charge| charge.take_receipt());
+    pub fn take_receipts(&mut self, first: ChargePosition) -> Vec<ShardReceipt> {
+        let split = if first == ChargePosition::FIRST {
+            0
+        } else {
+            self.sharing.first_shard_receipt.min(self.result.shard_receipts.len())
+        };
+        let whole = self.result.charges[first..].iter_mut().filter_map(|charge| charge.take_receipt());
         whole.chain(self.result.shard_receipts.drain(split..)).collect()
     }
 
     /// Reduces the usage in refunded charges by their cost.
-    pub fn subtract_costs(&mut self, first: usize, start: usize) {
+    pub fn subtract_costs(&mut self, first: ChargePosition, start: ChargePosition) {
         for charge in &mut self.result.charges[first..start] {
             charge.usage.used = charge.usage.used.saturating_sub(u64::from(charge.request.cost));
         }
     }
 
     /// Finds the leases that run low: those whose tokens have halved. Most requests find none.
-    fn find_low_leases(&mut self, first: usize) {
+    fn find_low_leases(&mut self, first: ChargePosition) {
         self.sharing.low_leases.clear();
-        for (i, charge) in self.result.charges.iter().enumerate().skip(first) {
+        for position in self.result.charges.ids_from(first) {
+            let charge = &self.result.charges[position];
             if charge.mode == CountingMode::Leased {
                 let left = charge.request.ceiling.saturating_sub(charge.usage.used);
                 if left.leading_zeros() != (left + u64::from(charge.request.cost)).leading_zeros() {
-                    self.sharing.low_leases.push(i);
+                    self.sharing.low_leases.push(position);
                 }
             }
         }
     }
 
     /// Removes the charges from `first` on.
-    pub fn truncate(&mut self, first: usize) {
+    pub fn truncate(&mut self, first: ChargePosition) {
         self.result.charges.truncate(first);
     }
 }

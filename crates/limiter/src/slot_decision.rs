@@ -4,7 +4,7 @@ use crate::charge_plan::ChargePlan;
 use crate::concurrency::{ConcurrencyUsage, QueuedSlot, Slot, SlotState};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
-use crate::handles::PlanPosition;
+use crate::handles::{ChargePosition, PlanPosition};
 use crate::key::KeyHash;
 use crate::table::Table;
 
@@ -84,7 +84,7 @@ impl ChargePlan {
         self.peek(table, now, context);
         if self.counts_refused() {
             let time = self.time(context.result.decided_ms);
-            self.charge_refusal(table, time, context, 0);
+            self.charge_refusal(table, time, context, ChargePosition::FIRST);
         }
     }
 

@@ -6,7 +6,7 @@ use crate::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use crate::concurrency::{ConcurrencyUsage, SlotState};
 use crate::decision::Decision;
 use crate::decision_context::DecisionContext;
-use crate::handles::{IdVec, PlanPosition, RuleId};
+use crate::handles::{IdVec, LimitNameId, PlanPosition, RuleId};
 use crate::rule_set::{CompiledLayer, CompiledRule, KeyedRequest};
 use crate::table::Counter;
 use crate::window::Windows;
@@ -218,8 +218,8 @@ impl<'a> WindowVerdict<'a> {
         self.rule().layer_name(self.charge.layer.id)
     }
 
-    /// The position of the name by which refusals of the window are counted, see [`CompiledRule::limit_names`].
-    pub fn counted_name(self) -> usize {
+    /// The name by which refusals of the window are counted: see [`CompiledRule::limit_names`].
+    pub fn counted_name(self) -> LimitNameId {
         self.rule().counted_name(self.charge.layer.id)
     }
 

@@ -16,9 +16,9 @@ use foldhash::fast::RandomState;
 use serde_json::{Value, json};
 use smallvec::SmallVec;
 
-use super::PlanId;
 use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::sharded_table::ShardedTable;
+use super::{PartPosition, PlanId};
 use transom_config::client_grants::ClientGrant;
 use transom_config::client_limits::{LimitsId, LimitsText};
 use transom_config::clients::{Client, Clients};
@@ -300,7 +300,8 @@ impl ClientSources {
         let client_part = |(position, part): (usize, &KeyPart)| {
             let api_key = self.api_keys.iter().position(|source| source.part == *part);
             let is_subject = self.subject.as_ref().is_some_and(|source| source.part == *part);
-            let part = ClientPart { position, is_name: CLIENT.has(part), api_key, is_subject };
+            let part =
+                ClientPart { position: PartPosition::at(position), is_name: CLIENT.has(part), api_key, is_subject };
             (part.is_name || api_key.is_some() || is_subject).then_some(part)
         };
         key.iter().enumerate().filter_map(client_part).collect()
@@ -1067,7 +1068,7 @@ pub struct ClientCheck {
 #[derive(Clone, Copy, Debug)]
 pub struct ClientPart {
     /// The position in the key.
-    pub position: usize,
+    pub position: PartPosition,
     /// The part is the name of the client.
     is_name: bool,
     /// The position among the parts with API keys.
@@ -1089,12 +1090,12 @@ impl ClientCheck {
         self.parts.iter().all(names_client)
     }
 
-    /// The position of the first part that names no client in a request. An error comes with the position of its part.
+    /// The first part that names no client in a request. An error comes with its part.
     pub fn unknown_part(
         &self,
         request: &RequestAttributes<'_>,
         clients: &ClientLookup<'_>,
-    ) -> Result<Option<usize>, (usize, KeyError)> {
+    ) -> Result<Option<PartPosition>, (PartPosition, KeyError)> {
         for part in &self.parts {
             if !clients.names_client(part, request).map_err(|error| (part.position, error))? {
                 return Ok(Some(part.position));

@@ -34,4 +34,6 @@ handles! {
     RouteRulesId,
     /// A plan that has a client.
     PlanId,
+    /// A part of a key.
+    PartPosition,
 }

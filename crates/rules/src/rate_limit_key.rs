@@ -9,6 +9,7 @@ use std::sync::Arc;
 use http::header::HeaderName;
 use serde_json::{Value, json};
 
+use super::PartPosition;
 use super::client_plans::{ClientCheck, ClientLookup};
 use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::overrides::{self, KnownPlans, Overrides, RuleTreatment};
@@ -134,7 +135,7 @@ impl BodyReserve {
 #[derive(Debug)]
 struct KeyRecipe {
     hashers: KeyHashers,
-    parts: Vec<PartSource>,
+    parts: IdVec<PartPosition, PartSource>,
     /// The text of the key in the shared store, and the names of its parts in errors.
     text_format: Box<KeyTextFormat>,
 }
@@ -237,8 +238,7 @@ pub struct MissingKeyPart {
 
 /// Why a key could not be computed.
 struct PartError {
-    /// The position of the part in the key.
-    position: usize,
+    position: PartPosition,
     error: KeyError,
 }
 
@@ -579,9 +579,9 @@ impl KeyRecipe {
     /// As [`KeyRecipe::part_name`]; of the client, what has named it, or should have.
     #[cold]
     fn failed_part(&self, failed: &PartError, request: &RequestAttributes<'_>, clients: &ClientLookup<'_>) -> String {
-        match self.parts.get(failed.position) {
-            Some(PartSource::Client) => clients.failed_part(request).map(str::to_owned),
-            Some(PartSource::Request(_)) | None => None,
+        match self.parts[failed.position] {
+            PartSource::Client => clients.failed_part(request).map(str::to_owned),
+            PartSource::Request(_) => None,
         }
         .unwrap_or_else(|| self.part_name(failed))
     }
@@ -598,7 +598,7 @@ impl KeyRecipe {
         let start = out.len();
         self.text_format.write_prefix(out);
         let mut result = Ok(());
-        for (position, part) in self.parts.iter().enumerate() {
+        for (position, part) in self.parts.enumerate() {
             let mut write = |kind, bytes: &[u8]| self.text_format.write_part(position, kind, bytes, digester, out);
             match part.feed_key(request, clients, &mut write) {
                 Ok(()) => {}
@@ -624,7 +624,7 @@ impl KeyRecipe {
         digester: &KeyDigester,
     ) -> (Vec<(String, Option<String>)>, Option<String>) {
         let mut client = None;
-        let describe = |(position, part): (usize, &PartSource)| {
+        let describe = |(position, part): (PartPosition, &PartSource)| {
             let mut value = None;
             let mut take = |kind, bytes: &[u8]| {
                 client = client.take().or_else(|| self.text_format.client_of_part(position, bytes, clients.plans));
@@ -633,7 +633,7 @@ impl KeyRecipe {
             let is_usable = part.feed_key(request, clients, &mut take).is_ok();
             (self.text_format.part_name(position), value.filter(|_| is_usable))
         };
-        (self.parts.iter().enumerate().map(describe).collect(), client)
+        (self.parts.enumerate().map(describe).collect(), client)
     }
 
     /// The hash of the key, and the offset of its windows if they start at random.
@@ -653,7 +653,7 @@ impl KeyRecipe {
     ) -> Result<KeyHash, PartError> {
         let mut hasher = hasher.clone();
         let mut missing = None;
-        for (position, part) in self.parts.iter().enumerate() {
+        for (position, part) in self.parts.enumerate() {
             match part.feed_key(request, clients, &mut |kind, bytes| hasher.add_part(kind, bytes)) {
                 Ok(()) => {}
                 // A missing part does not hide a wrong one: an invalid token is refused whatever else the key consists

@@ -9,9 +9,11 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use aws_lc_rs::hmac;
 
+use super::PartPosition;
 use super::client_plans::ClientPlans;
 use super::key_source::feed_address;
 use transom_config::key_kind::{is_secret_part, number as kind};
+use transom_limiter::handles::IdVec;
 use transom_limiter::key::KeyPart;
 use transom_limiter::rule::Rule;
 use transom_limiter::store_key::{encode_formatted_key, percent_encode};
@@ -31,9 +33,14 @@ pub struct KeyTextFormat {
     /// The end of every key; empty without a `key_format`.
     suffix: Box<str>,
     is_formatted: bool,
-    parts: Vec<KeyPart>,
-    /// Whether each part is a secret, judged by its name.
-    is_secret: Vec<bool>,
+    parts: IdVec<PartPosition, TextPart>,
+}
+
+#[derive(Debug)]
+struct TextPart {
+    part: KeyPart,
+    /// Whether the part is a secret, judged by its name.
+    is_secret: bool,
 }
 
 impl KeyTextFormat {
@@ -53,14 +60,18 @@ impl KeyTextFormat {
             prefix: prefix.into(),
             suffix: rule.key_format.as_ref().map(|format| format.after_key.as_str()).unwrap_or_default().into(),
             is_formatted: rule.key_format.is_some(),
-            parts: parts.to_vec(),
-            is_secret: parts.iter().map(is_secret_part).collect(),
+            parts: parts.iter().map(|part| TextPart { part: part.clone(), is_secret: is_secret_part(part) }).collect(),
         }
     }
 
     /// The name of a part.
-    pub fn part_name(&self, position: usize) -> String {
-        self.parts.get(position).map(KeyPart::to_string).unwrap_or_default()
+    pub fn part_name(&self, position: PartPosition) -> String {
+        self.parts[position].part.to_string()
+    }
+
+    /// The parts of the key, in order.
+    pub fn parts(&self) -> impl Iterator<Item = (PartPosition, &KeyPart)> {
+        self.parts.enumerate().map(|(position, TextPart { part, .. })| (position, part))
     }
 
     /// Appends the start of a key.
@@ -74,8 +85,15 @@ impl KeyTextFormat {
     }
 
     /// Appends the part at a position, with its kind and bytes as in [`super::key_source::KeySource::feed`].
-    pub fn write_part(&self, position: usize, part_kind: u8, bytes: &[u8], digester: &KeyDigester, out: &mut String) {
-        let (Some(part), Some(is_secret)) = (self.parts.get(position), self.is_secret.get(position)) else { return };
+    pub fn write_part(
+        &self,
+        position: PartPosition,
+        part_kind: u8,
+        bytes: &[u8],
+        digester: &KeyDigester,
+        out: &mut String,
+    ) {
+        let TextPart { part, is_secret } = &self.parts[position];
         let encode = if self.is_formatted { encode_formatted_key } else { percent_encode };
         if !self.is_formatted {
             out.push('|');
@@ -106,11 +124,12 @@ impl KeyTextFormat {
     pub fn write_values<K: AsRef<str>>(&self, key: &[K], digester: &KeyDigester, out: &mut String) -> bool {
         let start = out.len();
         self.write_prefix(out);
-        for (position, part) in self.parts.iter().enumerate() {
-            let value = match (part, key.get(position)) {
-                (_, Some(value)) => value.as_ref(),
-                (part, None) if *part == KeyPart::GLOBAL => "",
-                (_, None) => {
+        let mut values = key.iter();
+        for (position, part) in self.parts() {
+            let value = match values.next() {
+                Some(value) => value.as_ref(),
+                None if *part == KeyPart::GLOBAL => "",
+                None => {
                     out.truncate(start);
                     return false;
                 }
@@ -131,10 +150,8 @@ impl KeyTextFormat {
 
     /// The part at a position as people read it: as in [`KeyTextFormat::write_part`], but not escaped, and a network with
     /// its prefix.
-    pub fn readable_part(&self, position: usize, part_kind: u8, bytes: &[u8], digester: &KeyDigester) -> String {
-        let (Some(part), Some(is_secret)) = (self.parts.get(position), self.is_secret.get(position)) else {
-            return String::new();
-        };
+    pub fn readable_part(&self, position: PartPosition, part_kind: u8, bytes: &[u8], digester: &KeyDigester) -> String {
+        let TextPart { part, is_secret } = &self.parts[position];
         let network = |address: String, prefix: u8, bits: u8| match prefix < bits {
             true => format!("{address}/{prefix}"),
             false => address,
@@ -156,8 +173,8 @@ impl KeyTextFormat {
     }
 
     /// The name of the client that the part at a position names.
-    pub fn client_of_part(&self, position: usize, bytes: &[u8], plans: Option<&ClientPlans>) -> Option<String> {
-        plans?.client_of_part(self.parts.get(position)?, bytes).map(str::to_owned)
+    pub fn client_of_part(&self, position: PartPosition, bytes: &[u8], plans: Option<&ClientPlans>) -> Option<String> {
+        plans?.client_of_part(&self.parts[position].part, bytes).map(str::to_owned)
     }
 }
 
@@ -384,7 +401,7 @@ pub mod tests {
             let written = |key: [&[u8]; 2]| {
                 let mut text = String::new();
                 format.write_prefix(&mut text);
-                key.iter().enumerate().for_each(|(i, bytes)| format.write_part(i, 7, bytes, &digester(), &mut text));
+                format.parts().zip(key).for_each(|((i, _), bytes)| format.write_part(i, 7, bytes, &digester(), &mut text));
                 prop_assert!(text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".~-%|".contains(&byte)));
                 prop_assert_eq!(text.matches('|').count(), 2);
                 Ok(text)

@@ -6,7 +6,6 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufRead as _, BufReader, Read};
-use std::ops::Range;
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,6 +19,8 @@ use ruzstd::decoding::errors::FrameDecoderError;
 use ruzstd::decoding::{FrameDecoder, StreamingDecoder};
 
 use super::log_line::{HeaderSpan, LogFormat, LogLine, NoRequest};
+use transom_limiter::handles;
+use transom_limiter::handles::Handle;
 
 /// Bytes read from a file at a time. About twice as much is sorted.
 const BLOCK_BYTES: usize = 4 << 20;
@@ -42,6 +43,11 @@ const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 pub struct LogFiles {
     sources: Vec<Source>,
     pub counts: ReadCounts,
+}
+
+handles! {
+    /// A line of a [`Batch`].
+    LineId,
 }
 
 /// Lines to be played, in order of time.
@@ -219,14 +225,14 @@ impl LogFiles {
 }
 
 impl<'a> Batch<'a> {
-    /// The numbers of the lines.
-    pub fn numbers(&self) -> Range<usize> {
-        0..self.entries.len()
+    /// The lines, in order.
+    pub fn ids(&self) -> impl Iterator<Item = LineId> + use<> {
+        (0..self.entries.len()).map(LineId::at)
     }
 
     /// A line, its bytes, and its fields.
-    pub fn get(&self, number: usize) -> (&'a LogLine, &'a [u8], &'a [HeaderSpan]) {
-        let Entry { line, at, len } = &self.entries[number];
+    pub fn get(&self, line: LineId) -> (&'a LogLine, &'a [u8], &'a [HeaderSpan]) {
+        let Entry { line, at, len } = &self.entries[line.index()];
         let (at, headers) = (*at as usize, line.headers);
         (line, &self.buffer[at..at + *len as usize], &self.headers[headers.0 as usize..headers.1 as usize])
     }

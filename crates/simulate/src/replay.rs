@@ -226,18 +226,18 @@ impl Replay {
     /// Decides requests in all scenarios.
     pub fn play(&mut self, batch: &Batch<'_>) {
         // Reads the text of all lines before the first is decided, so that the processor waits for the memory of all at once.
-        let texts = batch.numbers().map(|number| batch.get(number)).map(|(line, text, _)| line.target.of(text).first());
+        let texts = batch.ids().map(|line| batch.get(line)).map(|(line, text, _)| line.target.of(text).first());
         std::hint::black_box(texts.flatten().fold(0, |sum: u8, byte| sum.wrapping_add(*byte)));
         let mut found = 0;
-        for number in batch.numbers() {
-            let (line, text, headers) = batch.get(number);
+        for id in batch.ids() {
+            let (line, text, headers) = batch.get(id);
             self.counts.late += u64::from(line.time_ms < self.now_ms);
             self.now_ms = self.now_ms.max(line.time_ms);
             if self.counts.first_ms == 0 {
                 self.counts.first_ms = self.now_ms;
             }
             if self.read(found, line, text, headers) {
-                self.requests[found].line = number;
+                self.requests[found].line = id;
                 found += 1;
             }
         }

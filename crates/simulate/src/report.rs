@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 use super::log_files::{BadLine, ReadCounts};
 use super::replay::{KeyInput, Replay, RuleInputs, candidate_parts};
 use super::scenario::{LimitCounts, RuleCounts, Scenario};
-use super::statistics::{Minute, TopKey, TopKeys};
-use transom_limiter::handles::VariantId;
+use super::statistics::{Minute, TopKey, TopKeys, UsePosition};
+use transom_limiter::handles::{Handle, VariantId};
 use transom_limiter::key::OnMissing;
 use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::rule_set::CompiledRule;
@@ -199,44 +199,54 @@ impl RuleReport {
         let rule = &compiled.rule;
         let plan = |variant: VariantId| match (rule.plan_of(variant), rule.override_of(variant)) {
             (Some(plan), _) => Some(format!("plan {}", plan.name)),
-            (None, Some((position, _))) => Some(format!("override {}", position + 1)),
+            (None, Some((number, _))) => Some(format!("override {number}")),
             (None, None) => None,
         };
-        // `position`: of the limit among those of the variant.
-        let window =
-            |variant: VariantId, position: usize, of: &LimitCounts, name: &str, limit: u32, period: Option<&String>| {
-                let asked = &of.asked;
-                let maxima = counts.keys.maxima(variant, position);
-                WindowReport {
-                    name: name.to_owned(),
-                    plan: plan(variant),
-                    limit,
-                    period: period.cloned(),
-                    refused: of.full,
-                    p50: asked.quantile(0.5),
-                    p90: asked.quantile(0.9),
-                    p99: asked.quantile(0.99),
-                    max: asked.max,
-                    share_above: asked.share_above(limit.into()),
-                    curve: CURVE_SHARES.map(|share| (share, asked.quantile(share))).to_vec(),
-                    suggested: SUGGESTED_SHARES.map(|share| (share, suggested_limit(&maxima, share))).to_vec(),
-                }
-            };
+        let window = |variant: VariantId,
+                      position: UsePosition,
+                      of: &LimitCounts,
+                      name: &str,
+                      limit: u32,
+                      period: Option<&String>| {
+            let asked = &of.asked;
+            let maxima = counts.keys.maxima(variant, position);
+            WindowReport {
+                name: name.to_owned(),
+                plan: plan(variant),
+                limit,
+                period: period.cloned(),
+                refused: of.full,
+                p50: asked.quantile(0.5),
+                p90: asked.quantile(0.9),
+                p99: asked.quantile(0.99),
+                max: asked.max,
+                share_above: asked.share_above(limit.into()),
+                curve: CURVE_SHARES.map(|share| (share, asked.quantile(share))).to_vec(),
+                suggested: SUGGESTED_SHARES.map(|share| (share, suggested_limit(&maxima, share))).to_vec(),
+            }
+        };
         let mut windows = Vec::new();
         for ((variant, limits), concurrent) in compiled.variants().zip(rule.concurrent_variants()) {
             let mut count = 0;
             for (position, (layer, limit)) in limits.enumerate() {
                 count += 1;
-                let of = &counts.layers[layer.position()];
+                let of = &counts.layers[layer.position];
                 // Plans and overrides that no request has are left out.
                 if variant == VariantId::DEFAULT || of.asked.total() > 0 {
                     let name = compiled.layer_name(layer);
-                    windows.push(window(variant, position, of, name, limit.tokens, Some(&limit.period_text)));
+                    windows.push(window(
+                        variant,
+                        UsePosition::at(position),
+                        of,
+                        name,
+                        limit.tokens,
+                        Some(&limit.period_text),
+                    ));
                 }
             }
             let of = &counts.slots[variant];
             if let (Some(limit), Some(name), 1..) = (concurrent, compiled.concurrent_name(), of.asked.total()) {
-                windows.push(window(variant, count, of, name, limit, None));
+                windows.push(window(variant, UsePosition::at(count), of, name, limit, None));
             }
         }
         let busiest = |top: &TopKeys| Busiest { keys: top.top(TOP), error: top.error() };

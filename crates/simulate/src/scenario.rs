@@ -12,6 +12,7 @@ use std::task::{Context, Poll, Waker};
 use smallvec::SmallVec;
 
 use super::log_files::BATCH;
+use super::log_files::LineId;
 use super::log_line::LoggedDecision;
 use super::statistics::{Histogram, KeySample, Timeline, TopKeys};
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState};
 use transom_limiter::decision::{Decision, Waiter};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::handles::{IdVec, PlanPosition, RuleId, VariantId};
+use transom_limiter::handles::{Handle, IdVec, LayerPosition, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::Seed;
 use transom_limiter::rule::{OnLimit, Rule};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
@@ -84,7 +85,7 @@ pub struct RuleCounts {
     /// Requests.
     pub by_variant: IdVec<VariantId, u64>,
     /// By position of the layer in the rule.
-    pub layers: Vec<LimitCounts>,
+    pub layers: IdVec<LayerPosition, LimitCounts>,
     /// The limits of requests in flight.
     pub slots: IdVec<VariantId, LimitCounts>,
     pub keys: KeySample,
@@ -92,7 +93,7 @@ pub struct RuleCounts {
     pub most_refused: TopKeys,
     pub timeline: Timeline,
     /// By layer: the current window.
-    open_windows: Vec<Window>,
+    open_windows: IdVec<LayerPosition, Window>,
     /// Requests that are not in `keys` yet.
     unsampled: Vec<SampledRequest>,
     /// The ends of requests in flight as the log has them, and their keys in `keys`.
@@ -111,7 +112,7 @@ struct SampledRequest {
 #[derive(Clone)]
 pub struct Request {
     /// Its position in the batch.
-    pub line: usize,
+    pub line: LineId,
     /// Unix milliseconds.
     pub now_ms: u64,
     pub rules_id: RouteRulesId,
@@ -172,7 +173,7 @@ struct QueuePlace {
 impl Request {
     pub fn new(rules_id: RouteRulesId) -> Request {
         Request {
-            line: 0,
+            line: LineId::at(0),
             now_ms: 0,
             rules_id,
             keyed_requests: IdVec::new(),
@@ -266,8 +267,8 @@ impl Scenario {
             counts.sample(rule, &self.rule_set);
             let RuleCounts { keys, layers, .. } = counts;
             keys.finish(|variant, position, tokens, weight| {
-                if let Some(layer) = rule.variant(variant).nth(position) {
-                    layers[layer.position()].asked.add(tokens, weight);
+                if let Some(layer) = rule.variant(variant).nth(position.index()) {
+                    layers[layer.position].asked.add(tokens, weight);
                 }
             });
         }
@@ -332,7 +333,8 @@ impl Scenario {
             Decision::Admitted => {
                 let has_waited = self.context.result.concurrency.iter().any(|usage| usage.state == SlotState::Waited);
                 self.compare(request, if has_waited { LoggedDecision::Delayed } else { LoggedDecision::Admitted });
-                self.settle(request, |_nth, position| receipts_of_cost(&self.context, position), now_ms);
+                let positions = request.costs.iter().map(|(position, _)| *position);
+                self.settle(request, positions.map(|position| receipts_of_cost(&self.context, position)), now_ms);
                 self.hold(slots, now_ms + request.left_ms);
             }
             Decision::Delayed { until_ms, waiter, recharge } => {
@@ -386,7 +388,7 @@ impl Scenario {
                 continue;
             };
             let full = verdict.windows().filter(|window| window.is_full()).map(WindowVerdict::layer);
-            full.for_each(|layer| counts.layers[layer.id.position()].full += 1);
+            full.for_each(|layer| counts.layers[layer.id.position].full += 1);
             if verdict.slots().is_some_and(|usage| matches!(usage.state, SlotState::Full | SlotState::Shadowed)) {
                 counts.slots[keyed_request.variant].full += 1;
             }
@@ -414,17 +416,12 @@ impl Scenario {
         }
     }
 
-    /// Charges or refunds the difference to the cost that the response states, as `proxy::response_cost` does. `receipts`: see
-    /// [`receipts_of_cost`].
-    fn settle(
-        &self,
-        request: &Request,
-        receipts: impl Fn(usize, PlanPosition) -> Option<Vec<ShardReceipt>>,
-        now_ms: u64,
-    ) {
-        for (nth, (position, _)) in request.costs.iter().enumerate() {
+    /// Charges or refunds the difference to the cost that the response states, as `proxy::response_cost` does. `receipts`: for each
+    /// of [`Request::costs`], see [`receipts_of_cost`].
+    fn settle(&self, request: &Request, receipts: impl IntoIterator<Item = Option<Vec<ShardReceipt>>>, now_ms: u64) {
+        for ((position, _), receipts) in request.costs.iter().zip(receipts) {
             let (Some(charged), Some(settled), Some(receipts)) =
-                (request.keyed_requests[*position], request.settled(*position), receipts(nth, *position))
+                (request.keyed_requests[*position], request.settled(*position), receipts)
             else {
                 continue;
             };
@@ -493,7 +490,7 @@ impl Scenario {
     fn proceed(&mut self, now_ms: u64, mut delayed: Box<DelayedRequest>) {
         if delayed.recharge.is_empty() {
             let DelayedRequest { request, cost_receipts, slots, .. } = *delayed;
-            self.settle(&request, |nth, _position| cost_receipts[nth].clone(), now_ms);
+            self.settle(&request, cost_receipts, now_ms);
             self.compare(&request, LoggedDecision::Delayed);
             self.hold(slots, now_ms + request.left_ms);
             return;
@@ -517,7 +514,7 @@ impl Scenario {
                 let verdicts = charge_plan.verdicts(&self.context, &Decision::Refused);
                 for layer in verdicts.full_windows().map(WindowVerdict::layer) {
                     let counts = &mut self.rules[layer.id.rule];
-                    counts.layers[layer.id.position()].full += 1;
+                    counts.layers[layer.id.position].full += 1;
                     // The layers of a rule follow each other.
                     if refusing.replace(layer.position) != Some(layer.position) {
                         counts.refused += 1;
@@ -559,7 +556,6 @@ impl QueuePlace {
 
 impl RuleCounts {
     fn new(rule: &CompiledRule, sampled_keys: usize) -> RuleCounts {
-        let layers = rule.compiled_layers().count();
         RuleCounts {
             requests: 0,
             admitted: 0,
@@ -569,13 +565,13 @@ impl RuleCounts {
             delayed: 0,
             not_counted: 0,
             by_variant: rule.rule.variants().map(|_| 0).collect(),
-            layers: vec![LimitCounts::default(); layers],
+            layers: rule.compiled_layers().map(|_| LimitCounts::default()).collect(),
             slots: rule.rule.variants().map(|_| LimitCounts::default()).collect(),
             keys: KeySample::new(sampled_keys),
             busiest: TopKeys::new(BUSY_KEYS),
             most_refused: TopKeys::new(BUSY_KEYS),
             timeline: Timeline::default(),
-            open_windows: vec![Window::default(); layers],
+            open_windows: rule.compiled_layers().map(|_| Window::default()).collect(),
             unsampled: Vec::with_capacity(BATCH),
             ends: BinaryHeap::new(),
         }
@@ -601,12 +597,12 @@ impl RuleCounts {
             };
             for (usage, layer) in key.layers.iter_mut().zip(layers) {
                 let windows = rule_set.windows_of(rule.layer(layer));
-                let window = &mut open_windows[layer.position()];
+                let window = &mut open_windows[layer.position];
                 if !window.contains(now_ms) && windows.are_shared() {
                     *window = windows.window_at(now_ms, 0);
                 }
                 if let Some(ended) = usage.add(windows, *window, keyed_request, now_ms) {
-                    counted[layer.position()].asked.add(ended.into(), weight);
+                    counted[layer.position].asked.add(ended.into(), weight);
                 }
             }
             if is_concurrent && end_ms > now_ms {

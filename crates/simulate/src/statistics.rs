@@ -3,7 +3,7 @@
 use foldhash::{HashMap, HashMapExt as _};
 use smallvec::SmallVec;
 
-use transom_limiter::handles::VariantId;
+use transom_limiter::handles::{Handle, VariantId};
 use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::window::{SEGMENTS_PER_PERIOD, Segments, Window, Windows};
 
@@ -202,6 +202,11 @@ pub struct KeySample {
     level: u32,
 }
 
+transom_limiter::handles! {
+    /// A layer of a variant; after the layers, the requests in flight.
+    UsePosition,
+}
+
 /// One key.
 #[derive(Clone, Default, Debug)]
 pub struct KeyUse {
@@ -289,19 +294,19 @@ impl KeySample {
     }
 
     /// The most that each key of a variant asked for in a window of one of its layers, descending.
-    pub fn maxima(&self, variant: VariantId, layer: usize) -> Vec<u32> {
+    pub fn maxima(&self, variant: VariantId, layer: UsePosition) -> Vec<u32> {
         let keys = self.keys.values().filter(|key| key.variant == variant);
-        let mut maxima: Vec<u32> = keys.filter_map(|key| Some(key.layers.get(layer)?.max)).collect();
+        let mut maxima: Vec<u32> = keys.filter_map(|key| Some(key.layers.get(layer.index())?.max)).collect();
         maxima.sort_unstable_by(|a, b| b.cmp(a));
         maxima
     }
 
     /// Ends all windows: calls `end` with the variant, the position of the layer in it, the tokens asked for in the window, and the weight of the key.
-    pub fn finish(&self, mut end: impl FnMut(VariantId, usize, u64, u64)) {
+    pub fn finish(&self, mut end: impl FnMut(VariantId, UsePosition, u64, u64)) {
         let weight = self.one_of();
         for key in self.keys.values() {
             for (position, layer) in key.layers.iter().enumerate() {
-                end(key.variant, position, layer.demand.into(), weight);
+                end(key.variant, UsePosition::at(position), layer.demand.into(), weight);
             }
         }
     }
@@ -402,7 +407,7 @@ mod tests {
         assert!(sample.keys.len() <= 1000 && sample.one_of() >= 32);
         assert!((40_000..60_000).contains(&sample.key_count()), "{}", sample.key_count());
         assert!((3000..7000).contains(&sample.refused_count()), "{}", sample.refused_count());
-        assert_eq!(sample.maxima(VariantId::DEFAULT, 0).first(), Some(&10));
+        assert_eq!(sample.maxima(VariantId::DEFAULT, UsePosition::at(0)).first(), Some(&10));
     }
 
     #[test]
@@ -422,8 +427,9 @@ mod tests {
                 }
             }
         }
-        sample.finish(|_, layer, tokens, weight| histograms[layer].add(tokens, weight));
-        let maxima: Vec<u32> = (0..3).map(|layer| sample.maxima(VariantId::DEFAULT, layer)[0]).collect();
+        sample.finish(|_, layer, tokens, weight| histograms[layer.index()].add(tokens, weight));
+        let maxima: Vec<u32> =
+            (0..3).map(|layer| sample.maxima(VariantId::DEFAULT, UsePosition::at(layer))[0]).collect();
         // 1000 to 2000; 800 to 1800; 875 to 2000.
         assert_eq!(maxima, [3, 4, 4]);
         assert_eq!(histograms.each_ref().map(Histogram::total), [3, 3, 3]);

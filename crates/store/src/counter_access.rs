@@ -13,7 +13,7 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::deferred_refunds::DeferredRefunds;
-use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::handles::{ChargePosition, IdVec, PlanPosition};
 use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::store_key::StoreKeys;
@@ -138,7 +138,7 @@ impl CounterAccess {
         if let Decision::Refused = decision {
             return true;
         }
-        for charged in context.take_receipts(0) {
+        for charged in context.take_receipts(ChargePosition::FIRST) {
             let until_ms = charged.receipt.end_ms();
             self.deferred_refunds.refund([charged], until_ms, charge_plan.rule_set(), &self.table, now_ms);
         }
@@ -315,7 +315,7 @@ mod tests {
     /// The usage of key `a` that [`CounterAccess::value`] reads, its end, and whether the store has it.
     async fn value(worker: &TestWorker) -> (u64, u64, bool) {
         let state = counters(worker).value(&query(worker, 1)).await.expect("the rule can be counted");
-        let usage = state.context.result.charges[0].usage;
+        let usage = state.context.result.charges.as_slice()[0].usage;
         (usage.used, usage.end_ms, state.is_from_store)
     }
 

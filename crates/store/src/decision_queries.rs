@@ -16,7 +16,7 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::delay::remaining_cost;
-use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::handles::{ChargePosition, IdVec, PlanPosition};
 use transom_limiter::rule_set::{CountingMode, KeyedRequest};
 use transom_limiter::store_key::StoreKeys;
 use transom_limiter::window_kind::{AcquireRequest, WindowKind};
@@ -231,7 +231,7 @@ impl SharedCounters {
             unchanged
         };
         let unchanged: Vec<AcquireRequest> = charges.map(read_only).collect();
-        let mut refunds: Vec<Refund> = match pending.send_layers(charge_plan, 0).await {
+        let mut refunds: Vec<Refund> = match pending.send_layers(charge_plan, ChargePosition::FIRST).await {
             SendResult::Granted(refunds) => {
                 refunds.into_iter().map(|(_, refund)| Refund { tokens: TOKENS_MAX, ..refund }).collect()
             }

@@ -17,7 +17,7 @@ use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use transom_limiter::decision::{Decision, Waiter};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
+use transom_limiter::handles::{ChargePosition, IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::OnOutage;
 use transom_limiter::rule_set::{CompiledLayer, CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
@@ -46,17 +46,17 @@ struct PendingCharge {
 
 /// The layers of a request that reserves.
 struct SplitLayers {
-    /// Layers of full rules: first `local` layers that are counted here, then those that the store decides.
-    reserved: Vec<LayerRef>,
-    local: usize,
+    /// Layers of full rules that are counted here.
+    local: Vec<LayerRef>,
+    /// Layers that the store decides: those of full rules, and of exact rules.
+    remote: Vec<LayerRef>,
     /// All other layers.
     others: Vec<LayerRef>,
 }
 
 /// A layer that the store is asked to decide.
 struct SentLayer {
-    /// The position of its charge in the result.
-    charge: usize,
+    charge: ChargePosition,
     layer: LayerRef,
     keyed_request: KeyedRequest,
     counter: Counter,
@@ -135,7 +135,7 @@ impl SharedCounters {
         self: &Rc<Self>,
         rule_set: &Arc<RuleSet>,
         context: &mut DecisionContext,
-        first: usize,
+        first: ChargePosition,
         refunds: Vec<Refund>,
     ) {
         let now_ms = self.clock.now().unix_ms;
@@ -272,7 +272,7 @@ impl SharedCounters {
             return;
         }
         let now_ms = self.clock.now().unix_ms;
-        for position in charge_plan.new_penalties(context, 0) {
+        for position in charge_plan.new_penalties(context, ChargePosition::FIRST) {
             let charge = &mut context.result.charges[position];
             let of = charge.layer;
             let (Some(keyed_request), Some(store_key)) =
@@ -388,7 +388,7 @@ fn layers_of_key(
 
 impl SharedDecision {
     /// Sends the charges from `first` on to the store and records its reply.
-    pub(super) async fn send_layers(&mut self, charge_plan: &ChargePlan, first: usize) -> SendResult {
+    pub(super) async fn send_layers(&mut self, charge_plan: &ChargePlan, first: ChargePosition) -> SendResult {
         let shared = Rc::clone(&self.shared);
         let charges = self.context.result.charges[first..].iter();
         if self.gives_up(&charges.map(|charge| charge.layer.position).collect::<Vec<_>>()) {
@@ -438,7 +438,7 @@ impl SharedDecision {
             return SendResult::OtherWindow;
         }
         if refused {
-            let unasked = sent.get(replies.len()).map_or(self.context.result.charges.len(), |sent| sent.charge);
+            let unasked = sent.get(replies.len()).map_or(self.context.result.charges.next_id(), |sent| sent.charge);
             self.set_usage_of_unasked(charge_plan, unasked);
             return SendResult::Refused;
         }
@@ -446,11 +446,12 @@ impl SharedDecision {
     }
 
     /// What the store is asked about the charges from `first` on.
-    fn layers_to_send_from(&mut self, charge_plan: &ChargePlan, first: usize, now_ms: u64) -> Vec<SentLayer> {
+    fn layers_to_send_from(&mut self, charge_plan: &ChargePlan, first: ChargePosition, now_ms: u64) -> Vec<SentLayer> {
         let SharedDecision { shared, context, store_keys, .. } = self;
         let rule_set = charge_plan.rule_set();
         let mut sent = Vec::new();
-        for (position, charge) in context.result.charges.iter_mut().enumerate().skip(first) {
+        for position in context.result.charges.ids_from(first) {
+            let charge = &mut context.result.charges[position];
             let layer_ref = charge.layer;
             let (Some(keyed_request), Some(Some(store_key))) =
                 (context.inputs.keyed_requests[layer_ref.position], store_keys.get(layer_ref.position))
@@ -559,7 +560,7 @@ impl SharedDecision {
     }
 
     /// Sets the usage of the charges from `first` on to the known one: their servers were not asked, because one before has refused.
-    fn set_usage_of_unasked(&mut self, charge_plan: &ChargePlan, first: usize) {
+    fn set_usage_of_unasked(&mut self, charge_plan: &ChargePlan, first: ChargePosition) {
         let now_ms = self.shared.clock.now().unix_ms;
         for charge in &mut self.context.result.charges[first..] {
             if let Some(keyed_request) = self.context.inputs.keyed_requests[charge.layer.position] {
@@ -570,12 +571,12 @@ impl SharedDecision {
 
     /// Whether the store is known to refuse the charges from `first` on; records the refusal then. Periodically returns
     /// `false` nevertheless, because a counter may have been reset, or tokens refunded.
-    fn is_known_exhausted(&mut self, charge_plan: &ChargePlan, first: usize, now_ms: u64) -> bool {
+    fn is_known_exhausted(&mut self, charge_plan: &ChargePlan, first: ChargePosition, now_ms: u64) -> bool {
         let shared = Rc::clone(&self.shared);
         let now = shared.clock.instant();
         let mut is_full = false;
         let keyed_requests = &self.context.inputs.keyed_requests;
-        for charge in self.context.result.charges.iter_mut().skip(first) {
+        for charge in &mut self.context.result.charges[first..] {
             let Some(keyed_request) = keyed_requests[charge.layer.position] else { continue };
             shared.set_known_usage_of(charge_plan, charge, keyed_request, now_ms);
             let layer = charge_plan.layer(charge.layer);
@@ -593,10 +594,15 @@ impl SharedDecision {
     }
 
     /// Reserves in later windows for the full rules that delay requests, and charges all other layers now.
-    pub(super) async fn reserve(&mut self, charge_plan: &ChargePlan, first: usize, layers: &[LayerRef]) -> NextStep {
+    pub(super) async fn reserve(
+        &mut self,
+        charge_plan: &ChargePlan,
+        first: ChargePosition,
+        layers: &[LayerRef],
+    ) -> NextStep {
         let shared = Rc::clone(&self.shared);
         let mut waiter: Option<Waiter> = None;
-        let SplitLayers { reserved, local: local_count, others } = self.split_layers(charge_plan, first, layers);
+        let SplitLayers { local, remote, others } = self.split_layers(charge_plan, first, layers);
         let clock = || shared.clock.now().unix_ms;
         // Reservations count from the windows that were open when the rules were found full.
         let mut now = DecisionTime::starting_at(self.context.result.decided_ms, &clock);
@@ -620,32 +626,33 @@ impl SharedDecision {
                 }
                 LocalDecision::MissingTokens => return NextStep::Fetch { first },
             }
-            let first_reserved = charge_plan.add_prepared_charges(&reserved, &shared.table, now_ms, &mut self.context);
+            let first_local = charge_plan.add_prepared_charges(&local, &shared.table, now_ms, &mut self.context);
+            let first_remote = charge_plan.add_prepared_charges(&remote, &shared.table, now_ms, &mut self.context);
             let until_ms = times.iter().copied().max().unwrap_or(now_ms);
             let again =
-                charge_plan.request_future_windows(&times, &usages, time, &mut self.context, first..first_reserved);
-            let mid = first_reserved + local_count;
-            let sent = match charge_plan.acquire_prepared(&shared.table, now_ms, &mut self.context, first_reserved, mid)
-            {
-                false => SendResult::Refused,
-                true if reserved[local_count..].is_empty() => SendResult::Granted(Vec::new()),
-                true => self.send_layers(charge_plan, mid).await,
-            };
+                charge_plan.request_future_windows(&times, &usages, time, &mut self.context, first..first_local);
+            let sent =
+                match charge_plan.acquire_prepared(&shared.table, now_ms, &mut self.context, first_local, first_remote)
+                {
+                    false => SendResult::Refused,
+                    true if remote.is_empty() => SendResult::Granted(Vec::new()),
+                    true => self.send_layers(charge_plan, first_remote).await,
+                };
             if !matches!(sent, SendResult::Granted(_)) {
                 shared.undo(charge_plan.rule_set(), &mut self.context, first, Vec::new());
             }
             match sent {
                 SendResult::Granted(refunds) => {
                     shared.record_unreported(charge_plan, &self.context, first, &self.store_keys);
-                    self.keep_reservations(refunds, &times, now_ms, mid);
+                    self.keep_reservations(refunds, &times, now_ms, first_remote);
                     self.progress.decision = Some(Decision::Delayed { until_ms, waiter, recharge: again });
-                    self.recharge_ended_windows(mid, |layer_ref| times[layer_ref.position] <= now_ms);
+                    self.recharge_ended_windows(first_remote, |layer_ref| times[layer_ref.position] <= now_ms);
                     self.progress.group = 1;
                     return self.resume(charge_plan);
                 }
                 SendResult::Refused => {
                     now = DecisionTime::read(&clock);
-                    charge_plan.refresh_usage(&shared.table, now.unix_ms, &mut self.context, first_reserved);
+                    charge_plan.refresh_usage(&shared.table, now.unix_ms, &mut self.context, first_local);
                 }
                 SendResult::OtherWindow | SendResult::Failed => {
                     self.context.truncate(first);
@@ -657,7 +664,7 @@ impl SharedDecision {
     }
 
     /// Divides the layers of a request that reserves by what decides them.
-    fn split_layers(&mut self, charge_plan: &ChargePlan, first: usize, layers: &[LayerRef]) -> SplitLayers {
+    fn split_layers(&mut self, charge_plan: &ChargePlan, first: ChargePosition, layers: &[LayerRef]) -> SplitLayers {
         let full = self.full_rules(first);
         let SharedDecision { context, progress, .. } = self;
         charge_plan
@@ -665,10 +672,10 @@ impl SharedDecision {
         let layers = layers.iter().filter(|layer_ref| {
             context.inputs.keyed_requests[layer_ref.position].is_some() && !context.sharing.prepaid.contains(layer_ref)
         });
-        let (mut reserved, mut remote, mut others) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut local, mut remote, mut others) = (Vec::new(), Vec::new(), Vec::new());
         for layer_ref in layers {
             match (context.sharing.counting_modes[layer_ref.position], full.contains(&layer_ref.position)) {
-                (CountingMode::Local | CountingMode::LocalFallback, true) => reserved.push(*layer_ref),
+                (CountingMode::Local | CountingMode::LocalFallback, true) => local.push(*layer_ref),
                 (CountingMode::Leased, true) => remote.push(*layer_ref),
                 // The same call covers the exact rules.
                 (CountingMode::Remote, _) if !progress.without_store[layer_ref.position] => remote.push(*layer_ref),
@@ -678,21 +685,19 @@ impl SharedDecision {
                 ) => others.push(*layer_ref),
             }
         }
-        let local = reserved.len();
-        reserved.append(&mut remote);
-        SplitLayers { reserved, local, others }
+        SplitLayers { local, remote, others }
     }
 
-    /// Keeps the refunds of what the store has charged from `mid` on.
+    /// Keeps the refunds of what the store has charged from `first_remote` on.
     fn keep_reservations(
         &mut self,
         refunds: Vec<(PlanPosition, Refund)>,
         times: &IdVec<PlanPosition, u64>,
         now_ms: u64,
-        mid: usize,
+        first_remote: ChargePosition,
     ) {
         self.context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
-        let used = self.context.result.charges[mid..].iter().map(|charge| charge.usage.used);
+        let used = self.context.result.charges[first_remote..].iter().map(|charge| charge.usage.used);
         let with_usage = refunds.into_iter().zip(used);
         // A refund of a reservation must not move later reservations.
         let guarded = |((rule, refund), used): ((PlanPosition, Refund), u64)| {
@@ -702,10 +707,14 @@ impl SharedDecision {
         self.progress.refunds.extend(with_usage.map(guarded));
     }
 
-    /// Records which open windows, of those that the store charged from `mid` on, end before the request is admitted.
-    pub(super) fn recharge_ended_windows(&mut self, mid: usize, is_charged_now: impl Fn(&LayerRef) -> bool) {
+    /// Records which open windows, of those that the store charged from `first_remote` on, end before the request is admitted.
+    pub(super) fn recharge_ended_windows(
+        &mut self,
+        first_remote: ChargePosition,
+        is_charged_now: impl Fn(&LayerRef) -> bool,
+    ) {
         let Some(Decision::Delayed { until_ms, recharge: again, .. }) = &mut self.progress.decision else { return };
-        let charged = self.context.result.charges[mid..].iter();
+        let charged = self.context.result.charges[first_remote..].iter();
         let ends = charged.filter(|charge| is_charged_now(&charge.layer) && charge.usage.end_ms <= *until_ms);
         again.extend(ends.map(|charge| charge.layer));
     }
@@ -715,8 +724,8 @@ impl SharedDecision {
         Rc::clone(shared).advance(charge_plan, context, store_keys, progress)
     }
 
-    fn full_rules(&self, first: usize) -> Vec<PlanPosition> {
-        let full = self.context.result.charges.iter().skip(first).filter(|charge| charge.is_full);
+    fn full_rules(&self, first: ChargePosition) -> Vec<PlanPosition> {
+        let full = self.context.result.charges[first..].iter().filter(|charge| charge.is_full);
         let mut rules: Vec<PlanPosition> = full.map(|charge| charge.layer.position).collect();
         rules.sort_unstable();
         rules.dedup();

@@ -19,7 +19,7 @@ use super::unreported_usage::UnreportedCharge;
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::handles::LayerId;
+use transom_limiter::handles::{ChargePosition, LayerId};
 use transom_limiter::rule::OnOutage;
 use transom_limiter::rule_set::{CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
@@ -140,10 +140,10 @@ impl SharedCounters {
         &self,
         charge_plan: &ChargePlan,
         context: &DecisionContext,
-        first: usize,
+        first: ChargePosition,
         store_keys: &StoreKeys,
     ) {
-        let charges = context.result.charges.iter().skip(first);
+        let charges = context.result.charges[first..].iter();
         for LayerRef { position, id } in
             charges.filter(|charge| charge.mode == CountingMode::LocalFallback).map(|charge| charge.layer)
         {
@@ -746,14 +746,14 @@ mod tests {
                 let mut outcome = counted_locally(&worker).await;
                 worker.shared.report_to_reachable().await;
                 let used = worker.store.used(KEY);
-                worker.shared.undo(&worker.rule_set, &mut outcome.context, 0, Vec::new());
+                worker.shared.undo(&worker.rule_set, &mut outcome.context, ChargePosition::FIRST, Vec::new());
                 worker.settled_calls().await;
                 assert_eq!(worker.store.used(KEY), used - 1);
             }
             // Without a report, it is refunded locally.
             let mut outcome = counted_locally(&worker).await;
             let used = worker.store.used(KEY);
-            worker.shared.undo(&worker.rule_set, &mut outcome.context, 0, Vec::new());
+            worker.shared.undo(&worker.rule_set, &mut outcome.context, ChargePosition::FIRST, Vec::new());
             worker.shared.report_to_reachable().await;
             worker.settled_calls().await;
             assert_eq!(worker.store.used(KEY), used);
@@ -794,7 +794,7 @@ mod tests {
             let worker = TestWorker::new(&[rule]).await;
             assert_eq!(worker.decide("b", 1).await, Some(true));
             let mut outcomes = [counted_locally(&worker).await, counted_locally(&worker).await];
-            worker.shared.undo(&worker.rule_set, &mut outcomes[0].context, 0, Vec::new());
+            worker.shared.undo(&worker.rule_set, &mut outcomes[0].context, ChargePosition::FIRST, Vec::new());
             worker.shared.report_to_reachable().await;
             worker.settled_calls().await;
             assert_eq!(worker.store.used(ACCOUNT_KEY), 1);

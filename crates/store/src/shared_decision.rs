@@ -20,7 +20,7 @@ use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::handles::{Handle, PlanPosition};
+use transom_limiter::handles::{ChargePosition, Handle, PlanPosition};
 use transom_limiter::rule::{OnOutage, Sharing};
 use transom_limiter::rule_set::{CountingMode, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
@@ -94,16 +94,16 @@ pub(super) enum NextStep {
     Unavailable,
     /// Tokens for the counters that lack some; charges from `first` on are undone.
     Fetch {
-        first: usize,
+        first: ChargePosition,
     },
     /// The store decides these layers.
     Send {
-        first: usize,
+        first: ChargePosition,
         layers: Vec<LayerRef>,
     },
     /// Reservations in later windows, for full rules.
     Reserve {
-        first: usize,
+        first: ChargePosition,
         layers: Vec<LayerRef>,
     },
 }
@@ -294,7 +294,7 @@ impl SharedCounters {
                 self.metrics.decided_in_outage(OutageDecision::Refused);
                 return NextStep::Unavailable;
             }
-            let first = context.result.charges.len();
+            let first = context.result.charges.next_id();
             context.sharing.first_shard_receipt = context.result.shard_receipts.len();
             let step = charge_plan.decide_locally(&layers, &self.table, now, context, shadow.is_none());
             let decision = match step {
@@ -407,7 +407,7 @@ impl SharedDecision {
 
     /// Refuses the charges from `first` on, which are undone already. `None`: a shadow rule, which only records the
     /// refusal.
-    pub(super) fn refuse(&mut self, charge_plan: &ChargePlan, first: usize) -> Option<NextStep> {
+    pub(super) fn refuse(&mut self, charge_plan: &ChargePlan, first: ChargePosition) -> Option<NextStep> {
         charge_plan.state_capacity_of_leases(&mut self.context, first);
         let shadow = self.progress.group.checked_sub(1).and_then(|nth| charge_plan.shadow_rules().get(nth).copied());
         if let Some(position) = shadow {
@@ -427,7 +427,7 @@ impl SharedDecision {
     }
 
     /// Charges a request that the store has refused, in layers that are counted here, of rules with `count_refused`.
-    fn count_refusal_here(&mut self, charge_plan: &ChargePlan, first: usize) {
+    fn count_refusal_here(&mut self, charge_plan: &ChargePlan, first: ChargePosition) {
         if charge_plan.counts_refused() {
             let time = charge_plan.time(self.shared.clock.now().unix_ms);
             charge_plan.charge_refusal(&self.shared.table, time, &mut self.context, first);
@@ -494,7 +494,7 @@ impl SharedDecision {
     async fn charge_in_store(
         &mut self,
         charge_plan: &ChargePlan,
-        first: usize,
+        first: ChargePosition,
         layers: &[LayerRef],
     ) -> Option<Option<NextStep>> {
         let now_ms = self.shared.clock.now().unix_ms;
@@ -526,7 +526,7 @@ impl Drop for SharedDecision {
     /// A decision that is dropped before its end refunds all its charges.
     fn drop(&mut self) {
         let refunds = self.progress.refunds.drain(..).map(|(_, refund)| refund).collect();
-        self.shared.undo(&self.rule_set, &mut self.context, 0, refunds);
+        self.shared.undo(&self.rule_set, &mut self.context, ChargePosition::FIRST, refunds);
     }
 }
 

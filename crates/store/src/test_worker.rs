@@ -30,7 +30,7 @@ use transom_limiter::store_key::StoreKeys;
 use transom_limiter::table::{Counter, Table};
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::redis::StoreMetrics;
-use transom_runtime::metrics::{self, Metric, Registry};
+use transom_runtime::metrics::{self, Metric, Registry, WorkerId};
 
 /// The time at which tests begin: the start of an hour.
 pub const START_MS: u64 = 1_800_000_000_000;
@@ -349,7 +349,7 @@ impl TestWorker {
         let node = Node::Tcp { host: "127.0.0.1".to_owned(), port: store.0.port };
         let config = StoreConfig { timeout: DEADLINE, ..StoreConfig::with_defaults(Nodes::Single(node)) };
         let registry = Registry::default();
-        let metrics = StoreMetrics::new(&registry, 0);
+        let metrics = StoreMetrics::new(&registry, WorkerId::at(0));
         let shared = SharedCounters::new(&config, shared_by_workers.clone(), clock.clone(), metrics);
         let rule_set = Arc::new(RuleSet::new(rules, Seed(1, 2), None));
         let charge_plan = rule_set.charge_plan(rule_set.rules.ids());
@@ -459,7 +459,7 @@ impl TestWorker {
 
     /// The value of a metric with this label, if it has one.
     pub fn metric(&self, metric: &Metric, label: Option<(&'static str, &str)>) -> u64 {
-        self.registry.cell(metric, 0, label.as_slice()).get()
+        self.registry.cell(metric, WorkerId::at(0), label.as_slice()).get()
     }
 
     /// Tokens with this outcome.

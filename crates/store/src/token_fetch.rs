@@ -25,7 +25,7 @@ use transom_limiter::acquire::Charge;
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision_context::{DecisionContext, DecisionResult};
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::handles::{LayerId, PlanPosition};
+use transom_limiter::handles::{ChargePosition, LayerId, PlanPosition};
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{CountingMode, KeyedRequest, RuleSet};
@@ -262,8 +262,8 @@ impl SharedCounters {
         }
         let now = self.clock.instant();
         let mut fetches = Vec::new();
-        for i in std::mem::take(&mut context.sharing.low_leases) {
-            let charge = &context.result.charges[i];
+        for position in std::mem::take(&mut context.sharing.low_leases) {
+            let charge = &context.result.charges[position];
             let layer_ref = charge.layer;
             // A reply that arrives after the response has stated a cost would hide that cost.
             let is_settled_later = charge_plan.rule_of(layer_ref).rule.has_response_cost();
@@ -688,7 +688,7 @@ impl TokenFetch {
 impl SharedDecision {
     /// Fetches tokens for the counters that lack some. `Some`: the decision continues with that step; nothing from
     /// `first` on is charged.
-    pub(super) async fn fetch_lacking(&mut self, charge_plan: &ChargePlan, first: usize) -> Option<NextStep> {
+    pub(super) async fn fetch_lacking(&mut self, charge_plan: &ChargePlan, first: ChargePosition) -> Option<NextStep> {
         let missing = std::mem::take(&mut self.context.sharing.missing_tokens);
         self.progress.rounds += 1;
         let rules = self.rules_of(&missing);
@@ -716,13 +716,13 @@ impl SharedDecision {
         let (calls_in_flight, are_own) = self.start_or_join_fetches(charge_plan, &missing);
         let began = Instant::from_std(self.shared.clock.instant());
         // Which of them the store refuses is not known yet.
-        missing.iter().for_each(|i| self.context.result.charges[*i].is_full = false);
+        missing.iter().for_each(|position| self.context.result.charges[*position].is_full = false);
         let mut refused = Vec::new();
         for in_flight in &calls_in_flight {
-            let is_fetched = |i: &usize| {
-                self.counter_of(charge_plan, *i).is_some_and(|counter| in_flight.includes(counter_id(counter)))
+            let is_fetched = |position: &ChargePosition| {
+                self.counter_of(charge_plan, *position).is_some_and(|counter| in_flight.includes(counter_id(counter)))
             };
-            let fetched: Vec<usize> = missing.iter().copied().filter(is_fetched).collect();
+            let fetched: Vec<ChargePosition> = missing.iter().copied().filter(is_fetched).collect();
             let reply = before_deadline(self.deadline, in_flight.finished()).await;
             if !are_own {
                 self.stop_waiting(charge_plan, &fetched, reply.is_some());
@@ -745,56 +745,62 @@ impl SharedDecision {
         None
     }
 
-    /// Refuses the charges from `first` on, of which those at the positions `refused` state the usage of their counters.
-    fn refuse_lease(&mut self, charge_plan: &ChargePlan, first: usize, refused: &[usize]) -> Option<NextStep> {
+    /// Refuses the charges from `first` on, of which those in `refused` state the usage of their counters.
+    fn refuse_lease(
+        &mut self,
+        charge_plan: &ChargePlan,
+        first: ChargePosition,
+        refused: &[ChargePosition],
+    ) -> Option<NextStep> {
         let (table, now_ms) = (&self.shared.table, self.shared.clock.now().unix_ms);
         charge_plan.state_known_usage_of_leases(table, now_ms, &mut self.context, first, refused);
         self.refuse(charge_plan, first)
     }
 
-    fn rules_of(&self, charges: &[usize]) -> Vec<PlanPosition> {
+    fn rules_of(&self, charges: &[ChargePosition]) -> Vec<PlanPosition> {
         let mut rules: Vec<PlanPosition> =
-            charges.iter().map(|i| self.context.result.charges[*i].layer.position).collect();
+            charges.iter().map(|position| self.context.result.charges[*position].layer.position).collect();
         rules.dedup();
         rules
     }
 
     /// The ordinary counter of a charge.
-    fn counter_of(&self, charge_plan: &ChargePlan, charge: usize) -> Option<Counter> {
+    fn counter_of(&self, charge_plan: &ChargePlan, charge: ChargePosition) -> Option<Counter> {
         let layer_ref = self.context.result.charges[charge].layer;
         self.context.inputs.keyed_requests[layer_ref.position]
             .map(|keyed_request| charge_plan.layer(layer_ref).counter(keyed_request))
     }
 
     /// Charges of sliding windows whose missing tokens the store is known to refuse; they then state its usage.
-    fn known_refusals(&mut self, charge_plan: &ChargePlan, missing: &[usize]) -> Vec<usize> {
+    fn known_refusals(&mut self, charge_plan: &ChargePlan, missing: &[ChargePosition]) -> Vec<ChargePosition> {
         let now_ms = self.shared.clock.now().unix_ms;
-        let known = |i: &usize| {
-            let counter = self.counter_of(charge_plan, *i)?;
-            let charge = &self.context.result.charges[*i];
+        let known = |position: &ChargePosition| {
+            let counter = self.counter_of(charge_plan, *position)?;
+            let charge = &self.context.result.charges[*position];
             self.shared.known_refusal(counter, lacking_tokens(charge), charge.request, now_ms)
         };
-        let refused: Vec<(usize, Usage)> = missing.iter().filter_map(|i| Some((*i, known(i)?))).collect();
+        let refused: Vec<(ChargePosition, Usage)> =
+            missing.iter().filter_map(|position| Some((*position, known(position)?))).collect();
         if refused.is_empty() {
             return Vec::new();
         }
-        for i in missing {
-            self.context.result.charges[*i].is_full = false;
+        for position in missing {
+            self.context.result.charges[*position].is_full = false;
         }
-        for (i, usage) in &refused {
-            let charge = &mut self.context.result.charges[*i];
+        for (position, usage) in &refused {
+            let charge = &mut self.context.result.charges[*position];
             charge.is_full = true;
             charge.usage = Usage { used: usage.used.saturating_sub(leased_tokens(charge)), ..*usage };
         }
-        refused.into_iter().map(|(i, _)| i).collect()
+        refused.into_iter().map(|(position, _)| position).collect()
     }
 
     /// Whether fetched tokens would open windows although the store may refuse the request in another call. It then decides the
     /// rules of these windows in its last calls instead, unless it would have to grant them tokens of other windows that are leased.
-    fn opens_windows(&mut self, charge_plan: &ChargePlan, missing: &[usize]) -> bool {
+    fn opens_windows(&mut self, charge_plan: &ChargePlan, missing: &[ChargePosition]) -> bool {
         let (table, now_ms) = (&self.shared.table, self.shared.clock.now().unix_ms);
-        let is_opened = |i: &usize| {
-            let layer_ref = self.context.result.charges[*i].layer;
+        let is_opened = |position: &ChargePosition| {
+            let layer_ref = self.context.result.charges[*position].layer;
             let kind = charge_plan.layer(layer_ref).request.kind;
             let keyed_request = self.context.inputs.keyed_requests[layer_ref.position];
             // Sharded counters are always leased.
@@ -806,7 +812,7 @@ impl SharedDecision {
                     .layers_of_rule(layer_ref.position, keyed_request.variant)
                     .all(|layer_ref| table.leased_tokens(counter(layer_ref), now_ms) == 0)
         };
-        let opened: Vec<usize> = missing.iter().copied().filter(is_opened).collect();
+        let opened: Vec<ChargePosition> = missing.iter().copied().filter(is_opened).collect();
         if opened.is_empty() || self.is_one_call(charge_plan, missing) {
             return false;
         }
@@ -818,7 +824,7 @@ impl SharedDecision {
 
     /// Whether one call fetches everything, and the store decides no layers afterwards that could refuse as well. Shadow rules refuse
     /// nothing, and each is decided by itself.
-    fn is_one_call(&self, charge_plan: &ChargePlan, missing: &[usize]) -> bool {
+    fn is_one_call(&self, charge_plan: &ChargePlan, missing: &[ChargePosition]) -> bool {
         let (sharing, keyed_requests) = (&self.context.sharing, &self.context.inputs.keyed_requests);
         let is_sent = |position| {
             sharing.counting_modes[position] == CountingMode::Remote
@@ -827,9 +833,11 @@ impl SharedDecision {
                 && !self.progress.without_store[position]
                 && keyed_requests[position].is_some()
         };
-        let bases = missing.iter().filter_map(|i| self.store_key(self.context.result.charges[*i].layer.position));
+        let bases =
+            missing.iter().filter_map(|position| self.store_key(self.context.result.charges[*position].layer.position));
         let bases: Vec<Rc<str>> = bases.map(|text| self.shared.key_base(&text, "", 0)).collect();
-        let is_sharded = |i: &usize| charge_plan.layer(self.context.result.charges[*i].layer).shards > 1;
+        let is_sharded =
+            |position: &ChargePosition| charge_plan.layer(self.context.result.charges[*position].layer).shards > 1;
         !charge_plan.rules().ids().any(is_sent)
             && !missing.iter().any(is_sharded)
             && bases.iter().all(|base| self.shared.store.can_share_a_call(&bases[0], base))
@@ -837,16 +845,20 @@ impl SharedDecision {
 
     /// The calls that fetch what is lacking, and whether this request has started them: fetches in flight are joined
     /// first.
-    fn start_or_join_fetches(&self, charge_plan: &ChargePlan, missing: &[usize]) -> (Vec<Rc<InFlightFetch>>, bool) {
+    fn start_or_join_fetches(
+        &self,
+        charge_plan: &ChargePlan,
+        missing: &[ChargePosition],
+    ) -> (Vec<Rc<InFlightFetch>>, bool) {
         let shared = &self.shared;
         let now = shared.clock.instant();
         let mut joined = Vec::<Rc<InFlightFetch>>::new();
-        for i in missing {
-            let store_key = self.store_key(self.context.result.charges[*i].layer.position);
-            let Some(counter) = self.counter_of(charge_plan, *i).filter(|_| store_key.is_some()) else {
+        for position in missing {
+            let store_key = self.store_key(self.context.result.charges[*position].layer.position);
+            let Some(counter) = self.counter_of(charge_plan, *position).filter(|_| store_key.is_some()) else {
                 continue;
             };
-            let need = missing_tokens(&self.context.result.charges[*i]);
+            let need = missing_tokens(&self.context.result.charges[*position]);
             let in_flight = shared.leases.with_existing(counter_id(counter), |record| {
                 let in_flight = record.in_flight.clone()?;
                 record.store_key = store_key;
@@ -863,8 +875,8 @@ impl SharedDecision {
             return (joined, false);
         }
         let mut fetches = Vec::new();
-        for i in missing {
-            let charge = &self.context.result.charges[*i];
+        for position in missing {
+            let charge = &self.context.result.charges[*position];
             let layer_ref = charge.layer;
             let (Some(keyed_request), Some(store_key)) =
                 (self.context.inputs.keyed_requests[layer_ref.position], self.store_key(layer_ref.position))
@@ -889,21 +901,21 @@ impl SharedDecision {
     }
 
     /// Records that this request no longer waits for a joined fetch.
-    fn stop_waiting(&self, charge_plan: &ChargePlan, fetched: &[usize], has_ended: bool) {
-        for i in fetched {
-            let Some(counter) = self.counter_of(charge_plan, *i) else { continue };
-            let need = missing_tokens(&self.context.result.charges[*i]);
+    fn stop_waiting(&self, charge_plan: &ChargePlan, fetched: &[ChargePosition], has_ended: bool) {
+        for position in fetched {
+            let Some(counter) = self.counter_of(charge_plan, *position) else { continue };
+            let need = missing_tokens(&self.context.result.charges[*position]);
             self.shared.leases.with_existing(counter_id(counter), |record| record.stop_waiting(need, has_ended));
         }
     }
 
     /// Takes tokens that did not fit in the table, as many as this request needs, unless their window had ended when the request was
     /// decided: it would count in none that is open.
-    fn take_undeposited(&mut self, charge_plan: &ChargePlan, fetched: &[usize], in_flight: &InFlightFetch) {
+    fn take_undeposited(&mut self, charge_plan: &ChargePlan, fetched: &[ChargePosition], in_flight: &InFlightFetch) {
         let mut undeposited = in_flight.undeposited.borrow_mut();
-        for i in fetched {
-            let Some(counter) = self.counter_of(charge_plan, *i) else { continue };
-            let charge = &self.context.result.charges[*i];
+        for position in fetched {
+            let Some(counter) = self.counter_of(charge_plan, *position) else { continue };
+            let charge = &self.context.result.charges[*position];
             let (layer_ref, cost) = (charge.layer, u64::from(charge.request.cost));
             let capacity = charge_plan.layer(layer_ref).capacity;
             let decided_ms = self.context.result.decided_ms;
@@ -928,17 +940,17 @@ impl SharedDecision {
     fn refused_fetches(
         &mut self,
         charge_plan: &ChargePlan,
-        fetched: &[usize],
+        fetched: &[ChargePosition],
         in_flight: &InFlightFetch,
-    ) -> Vec<usize> {
+    ) -> Vec<ChargePosition> {
         let (refused, now_ms) = (in_flight.refused.borrow(), self.shared.clock.now().unix_ms);
         let mut refused_charges = Vec::new();
-        for i in fetched {
-            let Some(counter) = self.counter_of(charge_plan, *i) else { continue };
+        for position in fetched {
+            let Some(counter) = self.counter_of(charge_plan, *position) else { continue };
             let reply = refused.iter().find(|(id_, _)| *id_ == counter_id(counter)).map(|(_, reply)| reply);
-            let layer = charge_plan.layer(self.context.result.charges[*i].layer);
+            let layer = charge_plan.layer(self.context.result.charges[*position].layer);
             let is_sliding = layer.request.kind == WindowKind::Sliding;
-            let charge = &mut self.context.result.charges[*i];
+            let charge = &mut self.context.result.charges[*position];
             charge.is_full = reply.is_some();
             let is_unknown = |_: &&CounterReply| is_sliding || self.shared.table.known_usage(counter, now_ms).is_none();
             if let Some(reply) = reply.filter(is_unknown) {
@@ -949,7 +961,7 @@ impl SharedDecision {
                     self.shared.note_refusal(counter, Some(refusal));
                 }
                 charge.usage = Usage { used: usage.used.saturating_sub(leased_tokens(charge)), ..usage };
-                refused_charges.push(*i);
+                refused_charges.push(*position);
             }
         }
         refused_charges
@@ -1078,7 +1090,7 @@ mod tests {
                 }
                 let (decision, context) = worker.outcome("a", 1).await.unwrap();
                 assert!(matches!(decision, Decision::Admitted));
-                assert_eq!(context.result.charges[0].usage.used, used);
+                assert_eq!(context.result.charges.as_slice()[0].usage.used, used);
             }
         });
     }
@@ -1097,10 +1109,10 @@ mod tests {
             worker.settled_calls().await;
             // The late reply has left two leased tokens.
             let (_, context) = other.outcome("a", 1).await.unwrap();
-            assert_eq!((other.settled_calls().await, context.result.charges[0].usage.used), (vec![], 4));
+            assert_eq!((other.settled_calls().await, context.result.charges.as_slice()[0].usage.used), (vec![], 4));
             worker.shared.report_to_reachable().await;
             let (_, context) = other.outcome("a", 1).await.unwrap();
-            assert_eq!(context.result.charges[0].usage.used, 5);
+            assert_eq!(context.result.charges.as_slice()[0].usage.used, 5);
         });
     }
 
@@ -1523,7 +1535,7 @@ mod tests {
             worker.settled_calls().await;
             for _ in 0..2 {
                 let (decision, context) = worker.outcome("a", 1).await.unwrap();
-                let charge = &context.result.charges[0];
+                let charge = &context.result.charges.as_slice()[0];
                 assert!(matches!(decision, Decision::Refused) && charge.is_full);
                 assert_eq!((charge.usage.used, charge.request.ceiling), (5, 5));
             }
@@ -1561,7 +1573,7 @@ mod tests {
             // The first refusal is that of the store, the others repeat it.
             for _ in 0..3 {
                 let (decision, context) = worker.outcome("a", 1).await.unwrap();
-                let [sliding, quota] = &context.result.charges[..] else { panic!("a charge for each rule") };
+                let [sliding, quota] = context.result.charges.as_slice() else { panic!("a charge for each rule") };
                 assert!(matches!(decision, Decision::Refused) && sliding.is_full && !quota.is_full);
                 assert_eq!((sliding.usage.used, quota.usage.used, quota.request.ceiling), (5, 5, 1000));
                 worker.settled_calls().await;
@@ -1672,9 +1684,9 @@ mod tests {
             let taken = |key, tokens, capacity| {
                 let mut pending = worker.pending("a", 3);
                 let in_flight = in_flight(key, tokens, capacity);
-                pending.take_undeposited(&worker.charge_plan, &[0], &in_flight);
+                pending.take_undeposited(&worker.charge_plan, &[ChargePosition::FIRST], &in_flight);
                 // Once for each layer.
-                pending.take_undeposited(&worker.charge_plan, &[0], &in_flight);
+                pending.take_undeposited(&worker.charge_plan, &[ChargePosition::FIRST], &in_flight);
                 let refunds = pending.progress.refunds.drain(..).map(|(_, refund)| refund.tokens).collect::<Vec<_>>();
                 (
                     in_flight.undeposited.borrow()[0].tokens,

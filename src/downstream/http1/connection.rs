@@ -223,7 +223,7 @@ impl<'d> ClientConnection<'d> {
     fn abort_response(&self, failure: SendFailure) -> ConnectionEnd {
         let mut is_stalled = false;
         if let SendFailure::TimedOut(error) = failure {
-            self.worker.metrics.request_error(error.kind_index());
+            self.worker.metrics.request_error(error.kind_id());
             is_stalled = error == RequestError::Stalled;
         }
         if is_stalled || self.needs_reset() { ConnectionEnd::Reset } else { ConnectionEnd::Dropped }

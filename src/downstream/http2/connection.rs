@@ -174,7 +174,7 @@ pub async fn serve(
                     Some(TimeoutAction::Close(unfinished)) => {
                         match unfinished {
                             Unfinished::Head => open_head.error = RequestError::HeadTimeout,
-                            Unfinished::Responses => worker.metrics.request_error(RequestError::Stalled.kind_index()),
+                            Unfinished::Responses => worker.metrics.request_error(RequestError::Stalled.kind_id()),
                             Unfinished::Nothing => {}
                         }
                         return Poll::Ready(Ok(()));

@@ -263,7 +263,7 @@ impl Future for StreamTask {
                     if sender.poll(&this.peer, cx).is_pending() {
                         let error = sender.timeout_error();
                         ready!(this.poll_stalled(cx));
-                        this.shared.worker.metrics.request_error(error.kind_index());
+                        this.shared.worker.metrics.request_error(error.kind_id());
                         return Poll::Ready(());
                     }
                     this.state = this.begin_request_drain();

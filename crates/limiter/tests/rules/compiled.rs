@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use transom_limiter::charge_plan::ChargePlan;
-use transom_limiter::handles::{Handle, LayerId, PlanPosition, RuleId, VariantId};
+use transom_limiter::handles::{Handle, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::Seed;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{ClientWindows, Cost, KeyValue, OnLimit, Override, Plan, Rule};
@@ -60,7 +60,7 @@ fn limits_and_variants_have_names_and_positions() {
     );
     let overrides: Vec<VariantId> = several.rule.override_variants().map(|(variant, _)| variant).collect();
     assert_eq!(overrides, [3, 4].map(VariantId::at));
-    let first = |variant| several.variant(VariantId::at(variant)).next().map(LayerId::position);
+    let first = |variant| several.variant(VariantId::at(variant)).next().map(|layer| layer.position.index());
     assert_eq!([0, 1, 2, 3, 4].map(first), [0, 2, 3, 4, 5].map(Some));
     let rule = &several.rule;
     assert_eq!(
@@ -68,8 +68,8 @@ fn limits_and_variants_have_names_and_positions() {
         [None, Some("gold"), Some("silver"), None]
     );
     assert_eq!(
-        [2, 3, 4, 5].map(|variant| rule.override_of(VariantId::at(variant)).map(|(position, _)| position)),
-        [None, Some(0), Some(1), None]
+        [2, 3, 4, 5].map(|variant| rule.override_of(VariantId::at(variant)).map(|(number, _)| number)),
+        [None, Some(1), Some(2), None]
     );
 }
 
@@ -87,11 +87,11 @@ fn windows_of_single_clients_are_counted_by_few_names() {
     assert_eq!(names, ["r-minute", "r-day", "r-client-limits", "r-penalty"]);
     let counted: Vec<Vec<&str>> = compiled
         .variants()
-        .map(|(_, layers)| layers.map(|(layer, _)| names[compiled.counted_name(layer)]).collect())
+        .map(|(_, layers)| layers.map(|(layer, _)| names[compiled.counted_name(layer).index()]).collect())
         .collect();
     let (minute, other) = (["r-minute", "r-client-limits"], ["r-client-limits"; 2]);
     assert_eq!(counted, [["r-minute", "r-day"], minute, minute, other, other]);
-    assert_eq!(compiled.penalty.map(|penalty| names[compiled.counted_name(penalty)]), Some("r-penalty"));
+    assert_eq!(compiled.penalty.map(|penalty| names[compiled.counted_name(penalty).index()]), Some("r-penalty"));
 }
 
 #[test]

@@ -97,7 +97,7 @@ fn an_abandoned_wait_retries_refunds_of_its_counter_only() {
             let mut context = DecisionContext::default();
             context.inputs.keyed_requests.push(Some(keyed_request));
             gateway.charge_plan.peek(&gateway.table, DecisionTime::read(&|| 60), &mut context);
-            context.result.charges[0].usage.used
+            context.result.charges.as_slice()[0].usage.used
         })
     };
     // Of each client, the first request to be cancelled has another charge behind it.
@@ -132,7 +132,7 @@ fn all_waits_abandoned_in_any_order_refund_everything() {
             abandoned.refund(charges[nth].iter().copied(), 300, &rule_set, &gateway.table, 60);
         }
         gateway.charge_plan.peek(&gateway.table, DecisionTime::read(&|| 60), &mut gateway.context);
-        assert_eq!(gateway.context.result.charges[0].usage.used, 60, "{order:?}");
+        assert_eq!(gateway.context.result.charges.as_slice()[0].usage.used, 60, "{order:?}");
     }
 }
 
@@ -156,7 +156,7 @@ fn two_abandoned_waits_in_one_place_are_both_refunded() {
     assert_eq!(third[0].receipt, second[0].receipt);
     [second, third, last].into_iter().for_each(|charges| leave(&gateway, charges));
     gateway.charge_plan.peek(&gateway.table, DecisionTime::read(&|| 60), &mut gateway.context);
-    assert_eq!(gateway.context.result.charges[0].usage.used, 2);
+    assert_eq!(gateway.context.result.charges.as_slice()[0].usage.used, 2);
 }
 
 /// The layer with the longer window delays the request. The other layer charges it in the window in which it is

@@ -96,5 +96,5 @@ fn a_request_that_is_charged_again_has_the_limits_of_its_window() {
     let Gateway { charge_plan, table, context } = &mut gateway;
     let mut recharge = || charge_plan.recharge(&layers, table, DecisionTime::read(&|| START_MS + 100), context);
     let admitted = (0..9).filter(|_| !matches!(recharge(), Decision::Refused)).count();
-    assert_eq!((admitted, context.result.charges[0].request.limit), (3, 3));
+    assert_eq!((admitted, context.result.charges.as_slice()[0].request.limit), (3, 3));
 }

@@ -8,7 +8,7 @@ use transom_limiter::charge_plan::LayerRef;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::handles::Handle;
+use transom_limiter::handles::{ChargePosition, Handle};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
 use transom_limiter::shared_counting::LocalDecision;
@@ -131,7 +131,8 @@ fn a_request_that_waits_for_the_store_is_charged_when_it_passes() {
         .collect();
     charge_plan.add_prepared_charges(&layers, table, 950, context);
     let time = charge_plan.time(950);
-    let recharge = charge_plan.request_future_windows(&vec![1000, 1200].into(), &known, time, context, 0..0);
+    let first = ChargePosition::FIRST;
+    let recharge = charge_plan.request_future_windows(&vec![1000, 1200].into(), &known, time, context, first..first);
     assert_eq!(recharge, [layers[0]]);
     let charges = |context: &DecisionContext| -> Vec<_> {
         let charges = context.result.charges.iter();
@@ -144,8 +145,14 @@ fn a_request_that_waits_for_the_store_is_charged_when_it_passes() {
     for (end_ms, recharged) in [(950, true), (951, false)] {
         context.clear();
         charge_plan.add_prepared_charges(&layers, table, 950, context);
-        context.result.charges[0].usage.end_ms = end_ms;
-        let recharge = charge_plan.request_future_windows(&vec![950, 950].into(), &[], time, context, 0..1);
+        context.result.charges.as_mut_slice()[0].usage.end_ms = end_ms;
+        let recharge = charge_plan.request_future_windows(
+            &vec![950, 950].into(),
+            &[],
+            time,
+            context,
+            first..ChargePosition::at(1),
+        );
         assert_eq!(recharge, if recharged { vec![layers[0]] } else { vec![] });
         assert_eq!(charges(context)[1].2, 0);
     }

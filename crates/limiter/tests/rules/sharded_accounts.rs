@@ -71,7 +71,7 @@ fn compare(limit: &Limit, steps: &[Step]) -> Result<(), TestCaseError> {
         let left = account.left_at(now_ms);
         let taken = i64::from(cost);
         let decision = gateway.request_tokens(CLIENT, cost, now_ms);
-        let remaining = i64::from(limit.capacity()) - gateway.context.result.charges[0].usage.used as i64;
+        let remaining = i64::from(limit.capacity()) - gateway.context.result.charges.as_slice()[0].usage.used as i64;
         match decision {
             Admitted => {
                 prop_assert!(left >= taken, "{cost} of {left}");

@@ -3,7 +3,7 @@
 use transom_limiter::charge_plan::LayerRef;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::handles::{Handle, PlanPosition, RuleId, VariantId};
+use transom_limiter::handles::{ChargePosition, Handle, PlanPosition, RuleId, VariantId};
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{OnLimit, OnOutage, Plan, Rule, Sharing};
@@ -69,7 +69,7 @@ fn reported(context: &DecisionContext) -> Vec<(u64, u64)> {
 
 /// The rule of each layer, and its position among those of all variants of the rule.
 fn positions(layers: impl IntoIterator<Item = LayerRef>) -> Vec<(usize, usize)> {
-    layers.into_iter().map(|layer| (layer.position.index(), layer.id.position())).collect()
+    layers.into_iter().map(|layer| (layer.position.index(), layer.id.position.index())).collect()
 }
 
 #[test]
@@ -89,7 +89,10 @@ fn a_request_has_the_layers_of_its_plan() {
 #[test]
 fn leased_tokens_are_spent_and_then_missing() {
     let mut gateway = Gateway::with_large_table(&[leased(10)]);
-    assert_eq!((decide(&mut gateway, 1, false), gateway.context.sharing.missing_tokens.as_slice()), (None, &[0][..]));
+    assert_eq!(
+        (decide(&mut gateway, 1, false), gateway.context.sharing.missing_tokens.as_slice()),
+        (None, &[ChargePosition::FIRST][..])
+    );
     know(&gateway, 7);
     deposit(&gateway, 4);
     assert_eq!(decide(&mut gateway, 3, false), Some(Admitted));
@@ -142,7 +145,7 @@ fn a_lease_runs_low_when_it_has_halved() {
     deposit(&gateway, 9);
     for low in [false, true, false, false, false, true, false, true] {
         assert_eq!(decide(&mut gateway, 1, false), Some(Admitted));
-        let leases: Vec<usize> = gateway.context.sharing.low_leases.clone();
+        let leases = gateway.context.sharing.low_leases.clone();
         let layers: Vec<usize> =
             leases.iter().map(|position| gateway.context.result.charges[*position].layer.position.index()).collect();
         assert_eq!(layers, if low { vec![0] } else { vec![] });
@@ -181,8 +184,8 @@ fn a_charge_states_what_it_takes_and_what_was_counted_locally() {
     for own in [2, 0] {
         assert_eq!(decide(&mut gateway, own, false), Some(Admitted));
         let Gateway { charge_plan, table, context } = &mut gateway;
-        charge_plan.add_local_usage(table, context, 0);
-        assert_eq!(context.result.charges[0].usage, Usage { used: 4 + u64::from(own), end_ms: END_MS });
+        charge_plan.add_local_usage(table, context, ChargePosition::FIRST);
+        assert_eq!(context.result.charges.as_slice()[0].usage, Usage { used: 4 + u64::from(own), end_ms: END_MS });
     }
 }
 
@@ -261,7 +264,7 @@ fn receipts_are_taken_once() {
         gateway.table = Table::with_capacity(64).expect("there is memory");
         assert_eq!(gateway.request_tokens(0, 4, NOW_MS), Admitted);
         gateway.context.sharing.first_shard_receipt = first_shard_receipt;
-        let taken = gateway.context.take_receipts(first);
+        let taken = gateway.context.take_receipts(ChargePosition::at(first));
         (taken.len(), gateway.context.all_receipts().count())
     };
     assert_eq!([take(0, 1), take(1, 1), take(2, 0)], [(3, 0), (2, 1), (2, 1)]);
@@ -371,17 +374,18 @@ fn prepared_charges_are_made_and_read_again() {
     let layers = charge_plan.enforced();
     let rules_of: Vec<usize> = layers.iter().map(|layer| layer.position.index()).collect();
     assert_eq!(rules_of, [1, 0]);
-    assert_eq!(charge_plan.add_prepared_charges(layers, table, NOW_MS, context), 0);
+    let [first, second, end] = [0, 1, 2].map(ChargePosition::at);
+    assert_eq!(charge_plan.add_prepared_charges(layers, table, NOW_MS, context), first);
     assert_eq!(reported(context), [(0, 3), (0, 3)], "seven of ten are used elsewhere");
-    assert!(charge_plan.acquire_prepared(table, NOW_MS, context, 0, 2));
-    charge_plan.refresh_usage(table, NOW_MS, context, 0);
+    assert!(charge_plan.acquire_prepared(table, NOW_MS, context, first, end));
+    charge_plan.refresh_usage(table, NOW_MS, context, first);
     assert_eq!(reported(context), [(2, 3), (2, 3)]);
     assert!(context.result.charges.iter().all(|charge| charge.is_full), "two do not fit again");
-    assert!(!charge_plan.acquire_prepared(table, NOW_MS, context, 0, 2));
-    context.subtract_costs(0, 1);
+    assert!(!charge_plan.acquire_prepared(table, NOW_MS, context, first, end));
+    context.subtract_costs(first, second);
     context.sharing.counting_modes[PlanPosition::at(0)] = CountingMode::Remote;
-    context.result.charges[1].usage = Usage { used: 9, end_ms: END_MS };
-    charge_plan.refresh_usage(table, NOW_MS, context, 1);
+    context.result.charges.as_mut_slice()[1].usage = Usage { used: 9, end_ms: END_MS };
+    charge_plan.refresh_usage(table, NOW_MS, context, second);
     assert_eq!(reported(context), [(0, 3), (9, 10)], "the store's usage stays");
 }
 

@@ -101,6 +101,6 @@ fn a_refusal_for_lack_of_a_slot_is_counted_where_refusals_count() {
         assert_eq!(acquire(&mut gateway, None).0, SlotsResult::Refused);
         let Gateway { charge_plan, table, context } = &mut gateway;
         charge_plan.refuse(table, DecisionTime::read(&|| 50), context);
-        assert_eq!(context.result.charges[0].usage.used, used);
+        assert_eq!(context.result.charges.as_slice()[0].usage.used, used);
     }
 }

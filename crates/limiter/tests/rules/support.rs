@@ -129,7 +129,7 @@ impl<const W: usize> Gateway<W> {
 
     /// The tokens left in the first layer of the only rule, and the end of its window.
     pub fn remaining(&self) -> (i64, u64) {
-        let usage = self.context.result.charges[0].usage;
+        let usage = self.context.result.charges.as_slice()[0].usage;
         let capacity = self.charge_plan.layer(self.layer(0, 0)).capacity;
         (i64::from(capacity) - i64::try_from(usage.used).expect("small numbers"), usage.end_ms)
     }

@@ -147,12 +147,14 @@ impl ClientMetrics {
 
 #[cfg(test)]
 mod tests {
+    use transom_limiter::handles::Handle;
+
     use super::*;
 
     #[test]
     fn the_clients_with_series_are_bounded_and_seen_lately() {
         let registry = Arc::new(Registry::default());
-        let workers = [0, 1].map(|worker| ClientMetrics::new(&registry, worker));
+        let workers = [0, 1].map(|worker| ClientMetrics::new(&registry, WorkerId::at(worker)));
         let seen = |range: std::ops::Range<usize>| {
             for (number, metrics) in range.flat_map(|number| workers.iter().map(move |metrics| (number, metrics))) {
                 metrics.cells(number, &format!("c{number}"), "gold").decided(false);

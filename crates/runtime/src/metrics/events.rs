@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use transom_limiter::handles::{Handle, IdVec, PlanPosition, RuleId};
+use transom_limiter::handles::{Handle, IdVec, LimitNameId, PlanPosition, RuleId};
 
 use super::clients::CLIENT_REQUESTS;
 use super::storage::{GaugeGuard, Histogram, MetricCell, RouteCells};
@@ -252,7 +252,7 @@ impl RouteMetrics {
 
 /// Refusals by the limits of a list of rules, in one worker.
 #[derive(Clone, Debug)]
-pub struct WindowMetrics<I>(IdVec<I, Vec<Arc<MetricCell>>>);
+pub struct WindowMetrics<I>(IdVec<I, IdVec<LimitNameId, Arc<MetricCell>>>);
 
 impl<I: Handle> WindowMetrics<I> {
     /// `rules` are rule names, each with the names of its limits, and last that of its limit of requests in flight, if it has one.
@@ -263,8 +263,7 @@ impl<I: Handle> WindowMetrics<I> {
         WindowMetrics(rules.iter().map(rule).collect())
     }
 
-    /// `limit`: the position of the name of the limit.
-    pub fn refused_by(&self, rule: I, limit: usize) {
+    pub fn refused_by(&self, rule: I, limit: LimitNameId) {
         self.0[rule][limit].add(1);
     }
 
@@ -315,7 +314,7 @@ impl DecisionMetrics {
     }
 
     /// As [`WindowMetrics::refused_by`].
-    pub fn refused_by(&self, rule: RuleId, limit: usize) {
+    pub fn refused_by(&self, rule: RuleId, limit: LimitNameId) {
         self.windows.refused_by(rule, limit);
     }
 }
@@ -519,14 +518,14 @@ impl UpstreamOutcome {
 
 /// Metrics of one upstream in one worker.
 #[derive(Debug)]
-pub struct UpstreamMetrics {
+pub struct UpstreamMetrics<I> {
     duration: Arc<Histogram>,
     /// By server, then by outcome.
-    servers: Vec<[Arc<MetricCell>; 5]>,
+    servers: IdVec<I, [Arc<MetricCell>; 5]>,
 }
 
-impl UpstreamMetrics {
-    pub fn new(registry: &Registry, worker: WorkerId, upstream: &str, servers: &[&str]) -> UpstreamMetrics {
+impl<I: Handle> UpstreamMetrics<I> {
+    pub fn new(registry: &Registry, worker: WorkerId, upstream: &str, servers: &[&str]) -> UpstreamMetrics<I> {
         let cells = |server: &&str| {
             UpstreamOutcome::NAMES.map(|outcome| {
                 registry.cell(
@@ -542,7 +541,7 @@ impl UpstreamMetrics {
         }
     }
 
-    pub fn request_ended(&self, server: usize, outcome: UpstreamOutcome) {
+    pub fn request_ended(&self, server: I, outcome: UpstreamOutcome) {
         let index = match outcome {
             UpstreamOutcome::Responded => 0,
             UpstreamOutcome::ConnectFailed => 1,
@@ -574,20 +573,20 @@ const HTTP2_ABUSES: [&str; 10] = [
 
 /// Metrics of one worker that belong to no route.
 #[derive(Debug)]
-pub struct WorkerMetrics {
+pub struct WorkerMetrics<E> {
     http2_abuse: [Arc<MetricCell>; HTTP2_ABUSES.len()],
     tunnels: Arc<MetricCell>,
     requests_active: Arc<MetricCell>,
     truncated: Arc<MetricCell>,
     decision: Arc<Histogram>,
     access_log_lost: Arc<MetricCell>,
-    /// By `RequestError::kind_index`.
-    request_errors: Vec<Arc<MetricCell>>,
+    /// By kind of error.
+    request_errors: IdVec<E, Arc<MetricCell>>,
 }
 
-impl WorkerMetrics {
+impl<E: Handle> WorkerMetrics<E> {
     /// `errors` are the values of the label `error`.
-    pub fn new(registry: &Registry, worker: WorkerId, errors: impl Iterator<Item = &'static str>) -> WorkerMetrics {
+    pub fn new(registry: &Registry, worker: WorkerId, errors: impl Iterator<Item = &'static str>) -> WorkerMetrics<E> {
         WorkerMetrics {
             http2_abuse: HTTP2_ABUSES.map(|kind| registry.cell(&HTTP2_ABUSE, worker, &[("kind", kind)])),
             tunnels: registry.cell(&TUNNELS, worker, &[]),
@@ -633,8 +632,7 @@ impl WorkerMetrics {
         self.access_log_lost.add(lines);
     }
 
-    /// `kind` is the position of the error's name.
-    pub fn request_error(&self, kind: usize) {
+    pub fn request_error(&self, kind: E) {
         self.request_errors[kind].add(1);
     }
 }
@@ -769,7 +767,7 @@ fn expiry_cells<'c>(
     registry.remove(name);
     let mut cells = Vec::new();
     for (file, end_s) in all {
-        let cell = registry.cell(name, WorkerId::MAX, &[(label, file)]);
+        let cell = registry.cell(name, WorkerId::PROCESS, &[(label, file)]);
         let end_s = u64::try_from(end_s).unwrap_or(0);
         let known_s = cell.get();
         // A file that is named twice, or that holds several certificates, has one series: the earliest expiry.
@@ -789,7 +787,7 @@ pub struct AccessLogMetrics(Arc<MetricCell>);
 impl AccessLogMetrics {
     /// `nth`: number of earlier writers, so that each has its own cell.
     pub fn new(registry: &Registry, nth: usize) -> AccessLogMetrics {
-        AccessLogMetrics(registry.cell(&ACCESS_LOG_LOST, WorkerId::MAX - 1 - nth, &[]))
+        AccessLogMetrics(registry.cell(&ACCESS_LOG_LOST, WorkerId::of_thread(nth), &[]))
     }
 
     pub fn lost(&self, lines: u64) {
@@ -807,7 +805,7 @@ pub struct SpanMetrics {
 impl SpanMetrics {
     /// `nth`: number of earlier exporters, so that each has its own cells.
     pub fn new(registry: &Registry, nth: usize) -> SpanMetrics {
-        let cell = |outcome| registry.cell(&SPANS, WorkerId::MAX - 1 - nth, &[("outcome", outcome)]);
+        let cell = |outcome| registry.cell(&SPANS, WorkerId::of_thread(nth), &[("outcome", outcome)]);
         SpanMetrics { exported: cell("exported"), failed: cell("failed") }
     }
 
@@ -847,7 +845,7 @@ pub struct NotifyMetrics {
 impl NotifyMetrics {
     /// `nth`: number of earlier senders, so that each has its own cells.
     pub fn new(registry: &Registry, nth: usize) -> NotifyMetrics {
-        let owner = WorkerId::MAX - 1 - nth;
+        let owner = WorkerId::of_thread(nth);
         let cell = |outcome| registry.cell(&NOTIFY, owner, &[("outcome", outcome)]);
         NotifyMetrics {
             logged: cell("logged"),
@@ -940,13 +938,13 @@ pub struct ReloadMetrics {
 impl ReloadMetrics {
     /// The process has begun to use its first configuration at `now_ms`, Unix milliseconds.
     pub fn new(registry: &Arc<Registry>, now_ms: u64) -> ReloadMetrics {
-        let cell = |outcome| registry.cell(&RELOADS, WorkerId::MAX, &[("outcome", outcome)]);
+        let cell = |outcome| registry.cell(&RELOADS, WorkerId::PROCESS, &[("outcome", outcome)]);
         let reloads = ReloadMetrics {
             registry: Arc::clone(registry),
             applied: cell("applied"),
             refused: cell("refused"),
-            is_last_successful: registry.cell(&RELOAD_SUCCESSFUL, WorkerId::MAX, &[]),
-            latest_s: registry.cell(&RELOAD_TIME, WorkerId::MAX, &[]),
+            is_last_successful: registry.cell(&RELOAD_SUCCESSFUL, WorkerId::PROCESS, &[]),
+            latest_s: registry.cell(&RELOAD_TIME, WorkerId::PROCESS, &[]),
         };
         reloads.is_last_successful.set(1);
         reloads.latest_s.set(now_ms / 1000);
@@ -979,7 +977,7 @@ pub struct SnapshotMetrics {
 
 impl SnapshotMetrics {
     pub fn new(registry: &Arc<Registry>) -> SnapshotMetrics {
-        let cell = |outcome| registry.cell(&SNAPSHOTS, WorkerId::MAX, &[("outcome", outcome)]);
+        let cell = |outcome| registry.cell(&SNAPSHOTS, WorkerId::PROCESS, &[("outcome", outcome)]);
         SnapshotMetrics {
             written: cell("written"),
             failed: cell("failed"),
@@ -991,7 +989,7 @@ impl SnapshotMetrics {
     pub fn written(&self, now_ms: u64) {
         self.written.add(1);
         // The series appears with the first snapshot.
-        let latest_s = self.latest_s.get_or_init(|| self.registry.cell(&SNAPSHOT_TIME, WorkerId::MAX, &[]));
+        let latest_s = self.latest_s.get_or_init(|| self.registry.cell(&SNAPSHOT_TIME, WorkerId::PROCESS, &[]));
         latest_s.sub(latest_s.get());
         latest_s.add(now_ms / 1000);
     }
@@ -1026,7 +1024,7 @@ impl KeySetMetrics {
     pub fn fetched(&self, now_ms: u64) {
         self.fetched.add(1);
         // The series appears with the first success.
-        self.latest_s.get_or_init(|| self.registry.cell(&KEY_SET_TIME, WorkerId::MAX, &[])).set(now_ms / 1000);
+        self.latest_s.get_or_init(|| self.registry.cell(&KEY_SET_TIME, WorkerId::PROCESS, &[])).set(now_ms / 1000);
     }
 
     /// There was no response, or a wrong one.
@@ -1049,7 +1047,7 @@ pub struct UpgradeMetrics {
 
 impl UpgradeMetrics {
     pub fn new(registry: &Registry) -> UpgradeMetrics {
-        let cell = |outcome| registry.cell(&UPGRADES, WorkerId::MAX, &[("outcome", outcome)]);
+        let cell = |outcome| registry.cell(&UPGRADES, WorkerId::PROCESS, &[("outcome", outcome)]);
         UpgradeMetrics { taken_over: cell("taken_over"), failed: cell("failed") }
     }
 

@@ -207,6 +207,10 @@ mod tests {
     use std::collections::BTreeSet;
     use std::time::Duration;
 
+    use transom_limiter::handles::Handle;
+
+    use super::super::WorkerId;
+
     static HITS: Metric = Metric { name: "hits_total", help: "Hits.", kind: MetricKind::Counter };
     static TOOK: Metric = Metric { name: "took_seconds", help: "Time taken.", kind: MetricKind::Histogram };
     static LIVE: Metric = Metric { name: "live", help: "Alive.", kind: MetricKind::Gauge };
@@ -214,10 +218,10 @@ mod tests {
     #[test]
     fn workers_are_summed_and_labels_escaped() {
         let registry = Registry::default();
-        registry.cell(&HITS, 0, &[("route", "a\"b\\{c}")]).add(2);
-        registry.cell(&HITS, 1, &[("route", "a\"b\\{c}")]).add(3);
-        registry.cell(&HITS, 1, &[("route", "a\"b\\{c}")]).add(1);
-        registry.histogram(&TOOK, 0, &[]).record(Duration::from_micros(3));
+        registry.cell(&HITS, WorkerId::at(0), &[("route", "a\"b\\{c}")]).add(2);
+        registry.cell(&HITS, WorkerId::at(1), &[("route", "a\"b\\{c}")]).add(3);
+        registry.cell(&HITS, WorkerId::at(1), &[("route", "a\"b\\{c}")]).add(1);
+        registry.histogram(&TOOK, WorkerId::at(0), &[]).record(Duration::from_micros(3));
         let live = |state, value| Reading::new(&LIVE, &[("state", state)], value);
         let readings = [live("below", -7.0), live("up", 7.5)];
         let text = render(&registry, &[&HITS, &TOOK, &LIVE], &readings, Format::Prometheus);
@@ -233,9 +237,9 @@ mod tests {
     #[test]
     fn openmetrics_names_units_and_ends() {
         let registry = Registry::new(&[Duration::from_millis(5), Duration::from_secs(1)]);
-        registry.cell(&HITS, 0, &[("route", "a\nb\\\\\"")]).add(2);
-        registry.histogram(&TOOK, 0, &[]).record(Duration::from_micros(3));
-        registry.route(0, "r", &[]).request_ended(200, Duration::from_millis(7));
+        registry.cell(&HITS, WorkerId::at(0), &[("route", "a\nb\\\\\"")]).add(2);
+        registry.histogram(&TOOK, WorkerId::at(0), &[]).record(Duration::from_micros(3));
+        registry.route(WorkerId::at(0), "r", &[]).request_ended(200, Duration::from_millis(7));
         let text = render(&registry, &[&HITS, &TOOK, &REQUEST_DURATION, &LIVE], &[], Format::OpenMetrics);
         let hits = "# HELP hits Hits.\n# TYPE hits counter\nhits_total{route=\"a\\nb\\\\\\\\\\\"\"} 2\n";
         assert!(text.starts_with(hits), "{text}");
@@ -259,7 +263,7 @@ mod tests {
     #[test]
     fn labels_are_escaped_as_the_formats_define() {
         let registry = Registry::default();
-        label_values().for_each(|value| registry.cell(&HITS, 0, &[("route", &value)]).add(1));
+        label_values().for_each(|value| registry.cell(&HITS, WorkerId::at(0), &[("route", &value)]).add(1));
         let escaped = |value: String| value.replace('\\', r"\\").replace('"', "\\\"").replace('\n', r"\n");
         let expected: BTreeSet<String> =
             label_values().map(|value| format!("hits_total{{route=\"{}\"}} 1", escaped(value))).collect();

@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use metrics::Label;
 
+use transom_limiter::handles;
+
 pub mod clients;
 pub mod events;
 pub mod exposition;
@@ -39,8 +41,20 @@ pub enum MetricKind {
     Histogram,
 }
 
-/// Owner of a cell: a worker, or a number counted down from `MAX` for what is counted once per process.
-pub type WorkerId = usize;
+handles! {
+    /// Owner of a cell: a worker, or what is counted once per process.
+    WorkerId,
+}
+
+impl WorkerId {
+    /// The process.
+    pub const PROCESS: WorkerId = WorkerId(u32::MAX);
+
+    /// A thread beside the workers. `nth`: the number of earlier ones of its kind, so that each has cells of its own.
+    pub fn of_thread(nth: usize) -> WorkerId {
+        WorkerId(u32::MAX - 1 - nth as u32)
+    }
+}
 
 type Series<T> = BTreeMap<(&'static str, Vec<Label>), BTreeMap<WorkerId, Arc<T>>>;
 

@@ -76,7 +76,7 @@ pub struct SharedDataMetrics {
 
 impl SharedDataMetrics {
     pub fn new(registry: &Registry, data: &str) -> SharedDataMetrics {
-        let cell = |metric| registry.cell(metric, WorkerId::MAX, &[("data", data)]);
+        let cell = |metric| registry.cell(metric, WorkerId::PROCESS, &[("data", data)]);
         SharedDataMetrics {
             entries: cell(&DATA_ENTRIES),
             changed_s: cell(&DATA_CHANGED),

@@ -146,18 +146,19 @@ impl Registry {
 
 #[cfg(test)]
 mod tests {
+    use super::super::WorkerId;
     use super::super::events::{DecisionMetrics, RouteMetrics};
     use super::*;
     use std::time::Duration;
-    use transom_limiter::handles::{Handle, PlanPosition, RuleId};
+    use transom_limiter::handles::{Handle, LimitNameId, PlanPosition, RuleId};
 
     #[test]
     fn a_difference_has_what_all_workers_counted_since_the_earlier_reading() {
         let registry = Registry::default();
-        let workers = [0, 1].map(|worker| RouteMetrics::new(&registry, worker, "a", &["r", "s"]));
-        let idle = RouteMetrics::new(&registry, 0, "idle", &["r"]);
+        let workers = [0, 1].map(|worker| RouteMetrics::new(&registry, WorkerId::at(worker), "a", &["r", "s"]));
+        let idle = RouteMetrics::new(&registry, WorkerId::at(0), "idle", &["r"]);
         idle.request_ended(200, Duration::from_millis(3));
-        let api = DecisionMetrics::new(&registry, 2, "api", &[("r", vec!["r-minute"])]);
+        let api = DecisionMetrics::new(&registry, WorkerId::at(2), "api", &[("r", vec!["r-minute"])]);
         workers[0].admitted(PlanPosition::at(0));
         let before = Totals::read(&registry);
         for worker in &workers {
@@ -170,7 +171,7 @@ mod tests {
         workers[1].refused(PlanPosition::at(0));
         workers[1].request_refused();
         api.refused(RuleId::at(0));
-        api.refused_by(RuleId::at(0), 0);
+        api.refused_by(RuleId::at(0), LimitNameId::at(0));
         let since = Totals::read(&registry).since(&before);
         assert_eq!(since.routes.keys().collect::<Vec<_>>(), ["a"]);
         let route = &since.routes["a"];

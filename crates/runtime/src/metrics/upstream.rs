@@ -36,10 +36,10 @@ pub struct ServerMetrics {
 impl ServerMetrics {
     pub fn new(registry: &Registry, upstream: &str, server: &str) -> ServerMetrics {
         let labels = [("upstream", upstream), ("server", server)];
-        let cell = |name| registry.cell(name, WorkerId::MAX, &labels);
+        let cell = |name| registry.cell(name, WorkerId::PROCESS, &labels);
         let checks = |outcome| {
             let labels = [("upstream", upstream), ("server", server), ("outcome", outcome)];
-            registry.cell(&CHECKS, WorkerId::MAX, &labels)
+            registry.cell(&CHECKS, WorkerId::PROCESS, &labels)
         };
         ServerMetrics {
             up: cell(&UP),

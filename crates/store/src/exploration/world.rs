@@ -29,15 +29,15 @@ use crate::test_worker::{START_MS, keyed_request};
 use transom_config::redis::{Nodes, StoreConfig};
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::{LayerId, PlanPosition, RuleId, VariantId};
+use transom_limiter::handles::{Handle, LayerId, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::Seed;
 use transom_limiter::rule::{OnOutage, Rule, Sharing};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::store_key::StoreKeys;
 use transom_limiter::table::Table;
 use transom_runtime::clock::Clock;
-use transom_runtime::metrics::Registry;
 use transom_runtime::metrics::redis::StoreMetrics;
+use transom_runtime::metrics::{Registry, WorkerId};
 
 /// How long a request waits for the store.
 pub const TIMEOUT_MS: u64 = 50;
@@ -890,7 +890,7 @@ impl Gateway {
         let node = Network::node(number);
         let nodes = if is_cluster { Nodes::Cluster(vec![node]) } else { Nodes::Single(node) };
         let config = StoreConfig { timeout: Duration::from_millis(TIMEOUT_MS), ..StoreConfig::with_defaults(nodes) };
-        let metrics = StoreMetrics::new(&Registry::default(), 0);
+        let metrics = StoreMetrics::new(&Registry::default(), WorkerId::at(0));
         let shared = SharedCounters::new(&config, of_workers.clone(), clock.clone(), metrics);
         Gateway {
             tasks: LocalSet::new(),
