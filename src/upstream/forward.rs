@@ -215,7 +215,7 @@ impl Forwarder {
                 let started = self.clock.instant();
                 let response = {
                     let sending = pin!(connection.send(request, informational.clone()));
-                    await_response(limit, forwarding.deadline, &self.clock, timer, progress.as_deref(), sending).await
+                    self.await_response(limit, forwarding.deadline, timer, progress.as_deref(), sending).await
                 };
                 let next = match response {
                     Ok(Ok(response)) => self.on_response(forwarding, attempt, connection, response, started),
@@ -511,38 +511,38 @@ impl Forwarder {
             self.clock.instant(),
         )
     }
-}
 
-/// Waits for a response while the exchange makes progress: neither the request body nor, after it, the server may be
-/// idle for `limit`, and `deadline` ends the wait. Not an `async` function, because that would store its arguments
-/// twice: the future of every request contains this one.
-fn await_response<T>(
-    limit: Duration,
-    deadline: Option<Instant>,
-    clock: &Clock,
-    timer: &Timer,
-    progress: Option<&UploadProgress>,
-    mut response: Pin<&mut impl Future<Output = T>>,
-) -> impl Future<Output = Result<T, RequestError>> {
-    timer.arm(time_left(deadline, clock).map_or(limit, |left| limit.min(left)));
-    poll_fn(move |cx| {
-        if let Poll::Ready(response) = response.as_mut().poll(cx) {
+    /// Waits for a response while the exchange makes progress: neither the request body nor, after it, the server may be
+    /// idle for `limit`, and `deadline` ends the wait. Not an `async` function, because that would store its arguments
+    /// twice: the future of every request contains this one.
+    fn await_response<T>(
+        &self,
+        limit: Duration,
+        deadline: Option<Instant>,
+        timer: &Timer,
+        progress: Option<&UploadProgress>,
+        mut response: Pin<&mut impl Future<Output = T>>,
+    ) -> impl Future<Output = Result<T, RequestError>> {
+        timer.arm(time_left(deadline, &self.clock).map_or(limit, |left| limit.min(left)));
+        poll_fn(move |cx| {
+            if let Poll::Ready(response) = response.as_mut().poll(cx) {
+                timer.disarm();
+                return Poll::Ready(Ok(response));
+            }
+            if progress.is_some_and(|progress| progress.has_moved.take()) {
+                timer.arm(time_left(deadline, &self.clock).map_or(limit, |left| limit.min(left)));
+            }
+            if !timer.poll_expired(cx) {
+                return Poll::Pending;
+            }
             timer.disarm();
-            return Poll::Ready(Ok(response));
-        }
-        if progress.is_some_and(|progress| progress.has_moved.take()) {
-            timer.arm(time_left(deadline, clock).map_or(limit, |left| limit.min(left)));
-        }
-        if !timer.poll_expired(cx) {
-            return Poll::Pending;
-        }
-        timer.disarm();
-        Poll::Ready(Err(match progress {
-            _ if time_left(deadline, clock) == Some(Duration::ZERO) => RequestError::RequestTimeout,
-            Some(progress) if progress.is_starved.get() => RequestError::BodyTimeout,
-            Some(_) | None => RequestError::ResponseTimeout,
-        }))
-    })
+            Poll::Ready(Err(match progress {
+                _ if time_left(deadline, &self.clock) == Some(Duration::ZERO) => RequestError::RequestTimeout,
+                Some(progress) if progress.is_starved.get() => RequestError::BodyTimeout,
+                Some(_) | None => RequestError::ResponseTimeout,
+            }))
+        })
+    }
 }
 
 /// The time until the whole request times out.
