@@ -305,7 +305,16 @@ pub struct CheckedRule {
 #[derive(Clone, PartialEq, Debug)]
 pub enum WrittenCost {
     Fixed(u32),
-    Stated(Box<CostSettings>),
+    Stated(CostSource, Box<CostSettings>),
+}
+
+/// Where the cost is stated.
+#[derive(Clone, PartialEq, Debug)]
+pub enum CostSource {
+    RequestHeader(String),
+    ResponseHeader(String),
+    Usage(UsageSource),
+    Bytes(CountedBytes),
 }
 
 pub fn read_rules(
@@ -426,18 +435,20 @@ fn read_rule(
     };
     gateway_rule.count_when = settings.count_when;
     gateway_rule.when = settings.when;
-    if let WrittenCost::Stated(cost) = settings.cost {
-        let cost = *cost;
-        gateway_rule.refund_on = match (cost.refund_on, &cost.usage) {
-            (Some(statuses), _) => statuses,
-            (None, Some(_)) => FAILED.to_vec(),
-            (None, None) => Vec::new(),
-        };
-        let (unit, on_exceeded) = (cost.unit, cost.on_exceeded);
-        gateway_rule.bytes = cost.bytes.map(|counted| ByteCost { counted, unit, on_exceeded });
-        let weights = cost.weights.unwrap_or_default();
-        let (on_missing, reserve, reserve_max) = (cost.on_missing_usage, cost.reserve, cost.max.unwrap_or(u32::MAX));
-        gateway_rule.usage = cost.usage.map(|source| UsageCost { source, weights, on_missing, reserve, reserve_max });
+    if let WrittenCost::Stated(source, cost) = settings.cost {
+        let by_default: &[_] = if matches!(source, CostSource::Usage(_)) { &FAILED } else { &[] };
+        gateway_rule.refund_on = cost.refund_on.unwrap_or_else(|| by_default.to_vec());
+        match source {
+            CostSource::RequestHeader(_) | CostSource::ResponseHeader(_) => {}
+            CostSource::Usage(source) => {
+                let (weights, on_missing) = (cost.weights.unwrap_or_default(), cost.on_missing_usage);
+                let (reserve, reserve_max) = (cost.reserve, cost.max.unwrap_or(u32::MAX));
+                gateway_rule.usage = Some(UsageCost { source, weights, on_missing, reserve, reserve_max });
+            }
+            CostSource::Bytes(counted) => {
+                gateway_rule.bytes = Some(ByteCost { counted, unit: cost.unit, on_exceeded: cost.on_exceeded });
+            }
+        }
     }
     gateway_rule.descriptor = settings.descriptor;
 }
@@ -573,7 +584,8 @@ fn read_cost(item: &Item, report: &mut Report) -> Option<WrittenCost> {
     match item.value {
         DeValue::Table(_) => {
             let table = item.table("the cost", COST_FORMS, report)?;
-            Some(WrittenCost::Stated(Box::new(CostSettings::read_all(table, report))))
+            let mut cost = CostSettings::read_all(table, report);
+            Some(cost.take_source().map_or(WrittenCost::Fixed(1), |source| WrittenCost::Stated(source, Box::new(cost))))
         }
         DeValue::String(text) if text.contains(':') || text.starts_with(|c: char| c.is_ascii_alphabetic()) => {
             let name = parse_field_name(text.trim_start_matches("header:"));
@@ -595,6 +607,20 @@ pub fn stated_by(rule: &Rule) -> &'static str {
 fn read_refund_statuses(item: &Item, report: &mut Report) -> Option<Vec<RangeInclusive<u16>>> {
     let is_empty = matches!(item.value, DeValue::Array(list) if list.is_empty());
     if is_empty { Some(Vec::new()) } else { read_statuses(item, report) }
+}
+
+impl CostSettings {
+    /// Where the cost is stated; `None` if nowhere or in several places, which is reported.
+    fn take_source(&mut self) -> Option<CostSource> {
+        let given = [
+            self.request_header.take().map(CostSource::RequestHeader),
+            self.response_header.take().map(CostSource::ResponseHeader),
+            self.usage.take().map(CostSource::Usage),
+            self.bytes.take().map(CostSource::Bytes),
+        ];
+        let mut given = given.into_iter().flatten();
+        given.next().filter(|_| given.next().is_none())
+    }
 }
 
 /// Where the cost is stated: the key, and which of the keys of the amount is of use with it, and which is not.
@@ -661,22 +687,19 @@ fn resolve_cost(cost: &WrittenCost, table: &Table, rule: &Rule, report: &mut Rep
     let max = |max: &Option<u32>| max.or(capacities().max()).unwrap_or(u32::MAX);
     let (cost, key) = match cost {
         WrittenCost::Fixed(cost) => (Cost::Fixed(*cost), ""),
-        WrittenCost::Stated(cost) => match (&cost.request_header, &cost.response_header, &cost.usage, cost.bytes) {
-            (Some(header), None, None, None) => {
-                let (header, default) = (header.clone(), cost.default);
-                (Cost::Request { header, default, max: max(&cost.max) }, "default")
-            }
-            (None, Some(header), None, None) => {
-                let (header, reserve) = (Some(header.clone()), cost.reserve.default_cost());
-                (Cost::Response { header, reserve, max: max(&cost.max) }, "reserve")
-            }
-            // A reserve above a capacity is lowered to it.
-            (None, None, Some(_), None) | (None, None, None, Some(_)) => {
-                let reserve = cost.reserve.default_cost().min(max(&None));
-                return Cost::Response { header: None, reserve, max: u32::MAX };
-            }
-            _ => return Cost::Fixed(1),
-        },
+        WrittenCost::Stated(CostSource::RequestHeader(header), cost) => {
+            let (header, default) = (header.clone(), cost.default);
+            (Cost::Request { header, default, max: max(&cost.max) }, "default")
+        }
+        WrittenCost::Stated(CostSource::ResponseHeader(header), cost) => {
+            let (header, reserve) = (Some(header.clone()), cost.reserve.default_cost());
+            (Cost::Response { header, reserve, max: max(&cost.max) }, "reserve")
+        }
+        // A reserve above a capacity is lowered to it.
+        WrittenCost::Stated(CostSource::Usage(_) | CostSource::Bytes(_), cost) => {
+            let reserve = cost.reserve.default_cost().min(max(&None));
+            return Cost::Response { header: None, reserve, max: u32::MAX };
+        }
     };
     let Some(item) = table.given("cost") else { return cost };
     let default = item.tables().iter().find_map(|table| table.given(key));
