@@ -6,9 +6,90 @@
 use super::diagnostics::Span;
 use super::toml_reader::Item;
 
-/// Names of other products (in lower case, with `_` for `-`), the setting that is meant, and the fix. A row applies to tables
-/// that have this setting; one without a setting applies to all others.
-const SETTINGS: [(&[&str], &str, &str); 91] = [
+/// Settings that turn on what their table describes, or turn it off.
+const SWITCHES: [&str; 5] = ["enabled", "enable", "active", "disabled", "disable"];
+const JWT_ALGORITHM: [&str; 3] = ["algorithm", "algorithms", "alg"];
+
+/// The values that a row is for.
+enum Values {
+    /// Those of [`SWITCHES`] that turn something off.
+    Off,
+    /// These words, in any case.
+    Words(&'static [&'static str]),
+}
+
+/// Names of other products (in lower case, with `_` for `-`), the values that the row is for, the setting that is meant, and the
+/// fix. A row applies to tables that have this setting; one without a setting applies to all others.
+type Row = (&'static [&'static str], Option<Values>, &'static str, &'static str);
+
+/// The first row that applies counts: those for some values come first.
+const SETTINGS: [Row; 112] = [
+    (
+        &SWITCHES,
+        Some(Values::Off),
+        "on_limit",
+        "remove the rule from `rules` of the routes, or write `on_limit = \"shadow\"`",
+    ),
+    (&SWITCHES, Some(Values::Off), "strip_prefix", "remove the route, or put `#` before each of its lines"),
+    (&SWITCHES, Some(Values::Off), "ejection", "remove the upstream, and the routes that name it"),
+    (&SWITCHES, Some(Values::Off), "weight", "remove the server from `servers`"),
+    (&SWITCHES, Some(Values::Off), "healthy_after", "remove `health`: without it, there are no health checks"),
+    (&SWITCHES, Some(Values::Off), "max_time", "write `ejection = false` instead of the table"),
+    (&SWITCHES, Some(Values::Off), "budget", "write `retries = false` instead of the table"),
+    (&SWITCHES, Some(Values::Off), "top_keys", "remove it: without `admin` in `[listen]`, the admin address is off"),
+    (
+        &SWITCHES,
+        Some(Values::Off),
+        "request_buckets",
+        "remove it: without `metrics` and `admin` in `[listen]`, metrics are off",
+    ),
+    (&SWITCHES, Some(Values::Off), "client_ca", "remove the table: without it, its address is not served"),
+    (&SWITCHES, Some(Values::Off), "format", "remove `[access_log]`: without it, there is no access log"),
+    (&SWITCHES, Some(Values::Off), "sample", "remove `[tracing]`: without it, no spans are exported"),
+    (&SWITCHES, Some(Values::Off), "jwks_url", "remove `[jwt]`: without it, no tokens are verified"),
+    (&SWITCHES, Some(Values::Off), "api_key", "remove `[clients]`: without it, requests are of no client"),
+    (
+        &SWITCHES,
+        Some(Values::Off),
+        "sentinel_master",
+        "remove `[counters.shared]`: without it, each gateway counts for itself",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Some(Values::Words(&["HS256"])),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"HS256\", secret_file = \"FILE\" }]`",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Some(Values::Words(&["HS384", "HS512"])),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"HS256\", secret_file = \"FILE\" }]`, and let the issuer sign with HS256",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Some(Values::Words(&["ES256"])),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"ES256\", public_key_file = \"FILE\" }]`",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Some(Values::Words(&["ES384", "ES512"])),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"ES256\", public_key_file = \"FILE\" }]`, and let the issuer sign with ES256",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Some(Values::Words(&["EdDSA", "Ed25519"])),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"EdDSA\", public_key_file = \"FILE\" }]`",
+    ),
+    (
+        &JWT_ALGORITHM,
+        Some(Values::Words(&["RS384", "RS512", "PS256", "PS384", "PS512"])),
+        "jwks_url",
+        "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`, and let the issuer sign with RS256",
+    ),
     (
         &[
             "location",
@@ -22,6 +103,7 @@ const SETTINGS: [(&[&str], &str, &str); 91] = [
             "site",
             "acl",
         ],
+        None,
         "routes",
         "write `[[routes]]`, then its `path` and its `upstream`",
     ),
@@ -39,6 +121,7 @@ const SETTINGS: [(&[&str], &str, &str); 91] = [
             "balancer",
             "static_resources",
         ],
+        None,
         "upstreams",
         "write `[upstreams.NAME]`, then its `servers`",
     ),
@@ -59,41 +142,48 @@ const SETTINGS: [(&[&str], &str, &str); 91] = [
             "middlewares",
             "plugins",
         ],
+        None,
         "rules",
         "write `[rules.NAME]` with `key` and `windows`, and name it in `rules` of the route",
     ),
     (
         &["max_connections", "max_connections_per_client", "trusted_proxies", "proxy_protocol", "backlog"],
+        None,
         "listen",
         "write it in `[listen]`",
     ),
-    (&["max_body", "request_fields", "min_request_rate"], "limits", "write it in `[limits]`"),
+    (&["max_body", "request_fields", "min_request_rate"], None, "limits", "write it in `[limits]`"),
     (
         &["http"],
+        None,
         "routes",
         "write addresses in `[listen]`, limits in `[rules.NAME]`, servers in `[upstreams.NAME]`, and routes in `[[routes]]`",
     ),
     (
         &["bind", "address", "port", "entrypoints", "entry_points", "listeners"],
+        None,
         "listen",
         "write `[listen]`, then `http = \"0.0.0.0:8080\"`",
     ),
     (
         &["ssl", "tls", "certificates", "certs"],
+        None,
         "listen",
         "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`",
     ),
-    (&["worker_processes", "nbthread", "nbproc", "threads", "concurrency"], "workers", "write `workers = 4`"),
-    (&["pid", "pidfile"], "pid_file", "write `pid_file = \"/run/transom/pid\"`"),
-    (&["log", "logs", "log_format", "logging"], "access_log", "write `access_log = \"stdout\"`"),
+    (&["worker_processes", "nbthread", "nbproc", "threads", "concurrency"], None, "workers", "write `workers = 4`"),
+    (&["pid", "pidfile"], None, "pid_file", "write `pid_file = \"/run/transom/pid\"`"),
+    (&["log", "logs", "log_format", "logging"], None, "access_log", "write `access_log = \"stdout\"`"),
     (
         &["error_log", "log_level", "loglevel"],
+        None,
         "",
         "remove it: messages go to standard error; the environment variable `TRANSOM_LOG` sets their level",
     ),
-    (&["timeout"], "timeouts", "write `timeouts = { request = \"60s\" }`"),
+    (&["timeout"], None, "timeouts", "write `timeouts = { request = \"60s\" }`"),
     (
         &["user", "group", "daemon", "chroot"],
+        None,
         "pid_file",
         "remove it: what starts the gateway sets this, such as a unit of systemd",
     ),
@@ -111,118 +201,138 @@ const SETTINGS: [(&[&str], &str, &str); 91] = [
             "target",
             "servers",
         ],
+        None,
         "upstream",
         "write `upstream = \"NAME\"`, and `[upstreams.NAME]` with `servers`",
     ),
-    (&["location", "uri", "prefix", "match", "path_prefix"], "path", "write `path = \"/api/{*rest}\"`"),
-    (&["acl"], "path", "write `path = \"/api/{*rest}\"`, and `host`, `methods` or `headers` where they matter"),
-    (&["server_name", "domains", "domain", "vhost", "hostnames"], "host", "write it as `host`"),
-    (&["plans", "plan", "tiers"], "rules", "write `[rules.NAME.plans.PLAN]`, then its `windows`"),
-    (&["tiers", "levels"], "plans", "write `[rules.NAME.plans.PLAN]`, then its `windows`"),
-    (&["prometheus"], "listen", "write `metrics = \"127.0.0.1:9100\"` in `[listen]`"),
+    (&["location", "uri", "prefix", "match", "path_prefix"], None, "path", "write `path = \"/api/{*rest}\"`"),
+    (&["acl"], None, "path", "write `path = \"/api/{*rest}\"`, and `host`, `methods` or `headers` where they matter"),
+    (&["server_name", "domains", "domain", "vhost", "hostnames"], None, "host", "write it as `host`"),
+    (&["plans", "plan", "tiers"], None, "rules", "write `[rules.NAME.plans.PLAN]`, then its `windows`"),
+    (&["tiers", "levels"], None, "plans", "write `[rules.NAME.plans.PLAN]`, then its `windows`"),
+    (&["prometheus"], None, "listen", "write `metrics = \"127.0.0.1:9100\"` in `[listen]`"),
     (
         &["listen", "address", "port", "path", "enabled"],
+        None,
         "request_buckets",
         "remove it, and write `metrics = \"127.0.0.1:9100\"` in `[listen]`; the path is `/metrics`",
     ),
     (
         &["listen", "address", "port", "enabled"],
+        None,
         "top_keys",
         "remove it, and write `admin = \"127.0.0.1:9900\"` in `[listen]`",
     ),
     (
         &["otel", "opentelemetry", "otlp", "telemetry", "jaeger", "zipkin"],
+        None,
         "tracing",
         "write `[tracing]`, then `endpoint = \"http://127.0.0.1:4317\"`",
     ),
     (
         &["shutdown_timeout", "graceful_timeout", "graceful_shutdown", "graceful", "grace_period"],
+        None,
         "timeouts",
         "write `drain = \"30s\"` in `[timeouts]`",
     ),
-    (&["timeout", "deadline", "grace_period"], "delay", "write `drain = \"30s\"` in `[timeouts]`"),
-    (&["body_size"], "max_body", "write it as `max_body`, such as `\"10MiB\"`"),
-    (&["body"], "request_fields", "write it as `max_body`, such as `\"10MiB\"`"),
-    (&["body", "content_type"], "respond", "write `respond = { status = 200, body = \"TEXT\" }`"),
-    (&["code", "status_code"], "status", "write it as `status`"),
+    (&["timeout", "deadline", "grace_period"], None, "delay", "write `drain = \"30s\"` in `[timeouts]`"),
+    (&["body_size"], None, "max_body", "write it as `max_body`, such as `\"10MiB\"`"),
+    (&["body"], None, "request_fields", "write it as `max_body`, such as `\"10MiB\"`"),
+    (&["body", "content_type"], None, "respond", "write `respond = { status = 200, body = \"TEXT\" }`"),
+    (&["code", "status_code"], None, "status", "write it as `status`"),
     (
         &["domain", "descriptors"],
+        None,
         "rules",
         "write `[rules.NAME]` with a `descriptor`, as docs/guides/from-envoy-ratelimit.md shows",
     ),
-    (&["server_name"], "", "write it as `host` in the route"),
+    (&["server_name"], None, "", "write it as `host` in the route"),
     (
         &["proxy_set_header", "header_up", "set_header"],
+        None,
         "request_headers",
         "write `request_headers = { set = { x-name = \"value\" } }`",
     ),
     (
         &["add_header", "header_down", "more_set_headers"],
+        None,
         "response_headers",
         "write `response_headers = { set = { x-name = \"value\" } }`",
     ),
-    (&["return", "static_response"], "respond", "write `respond = { status = 404 }`, or `redirect`"),
+    (&["return", "static_response"], None, "respond", "write `respond = { status = 404 }`, or `redirect`"),
     (
         &["strip_path", "stripprefix", "strip_uri", "uri_strip_prefix"],
+        None,
         "strip_prefix",
         "write `strip_prefix = \"/api\"`",
     ),
     (
         &["retries", "retry", "num_retries", "retry_policy", "proxy_next_upstream"],
+        None,
         "strip_prefix",
         "write `retries = { attempts = 2 }` in `[upstreams.NAME]`",
     ),
     (
         &["health", "health_check", "healthcheck"],
+        None,
         "strip_prefix",
         "write `health = { path = \"/healthz\" }` in `[upstreams.NAME]`",
     ),
     (
         &["auth", "basic_auth", "basicauth", "auth_basic"],
+        None,
         "strip_prefix",
         "remove it: the upstream checks passwords; `[jwt]` verifies tokens, `[clients]` recognizes API keys",
     ),
-    (&["cache", "proxy_cache", "caching"], "", "remove it: responses are not stored"),
-    (&["redir", "redirect_scheme"], "redirect", "write `redirect = { to = \"https://{host}{uri}\" }`"),
+    (&["cache", "proxy_cache", "caching"], None, "", "remove it: responses are not stored"),
+    (&["redir", "redirect_scheme"], None, "redirect", "write `redirect = { to = \"https://{host}{uri}\" }`"),
     (
         &["gzip", "compress", "compression", "encode"],
+        None,
         "",
         "remove it: bodies are passed on as they are; compress them in the upstream",
     ),
-    (&["cors"], "", "write `respond` and `response_headers`, as docs/guides/cors.md shows"),
+    (&["cors"], None, "", "write `respond` and `response_headers`, as docs/guides/cors.md shows"),
     (
         &["client_max_body_size", "max_body_size", "max_request_body_bytes"],
+        None,
         "max_body",
         "write it as `max_body`, such as `\"10MiB\"`",
     ),
-    (&["client_max_body_size"], "", "write it as `max_body` in `[limits]`, such as `\"10MiB\"`"),
+    (&["client_max_body_size"], None, "", "write it as `max_body` in `[limits]`, such as `\"10MiB\"`"),
     (
         &["max_header", "max_header_size", "large_client_header_buffers", "client_header_buffer_size"],
+        None,
         "request_head",
         "write it as `request_head`, such as `\"64KiB\"`",
     ),
     (
         &["timeout_connect", "proxy_connect_timeout", "connect_timeout"],
+        None,
         "connect",
         "write it as `connect`, such as `\"5s\"`",
     ),
     (
         &["timeout_server", "proxy_read_timeout", "response_timeout"],
+        None,
         "response_head",
         "write it as `response_head` and `body`, such as `\"60s\"`",
     ),
     (
         &["client", "header", "headers", "read", "idle", "keepalive", "keep_alive", "http_request"],
+        None,
         "tls_handshake",
         "write it as `request_head`, such as `\"30s\"`; it also limits how long an idle connection of a client is kept",
     ),
     (
         &["server", "backend", "upstream", "response"],
+        None,
         "response_head",
         "write it as `response_head` and `body`, such as `\"60s\"`",
     ),
     (
         &["timeout_client", "timeout_http_request", "client_header_timeout", "read_timeout", "keepalive_timeout"],
+        None,
         "request_head",
         "write it as `request_head`, such as `\"30s\"`",
     ),
@@ -235,10 +345,11 @@ const SETTINGS: [(&[&str], &str, &str); 91] = [
             "timeout_server",
             "timeout_connect",
         ],
+        None,
         "",
         "write `[timeouts]`, then `connect`, `response_head`, `body` or `request_head`",
     ),
-    (&["maxconn", "worker_connections", "max_conns"], "max_connections", "write `max_connections = 10000`"),
+    (&["maxconn", "worker_connections", "max_conns"], None, "max_connections", "write `max_connections = 10000`"),
     (
         &[
             "set_real_ip_from",
@@ -248,129 +359,166 @@ const SETTINGS: [(&[&str], &str, &str); 91] = [
             "xff_num_trusted_hops",
             "accept_proxy",
         ],
+        None,
         "trusted_proxies",
         "write `trusted_proxies = [\"10.0.0.0/8\"]`, or `proxy_protocol` for the PROXY protocol",
     ),
     (
         &["ssl", "tls", "certificate", "ssl_certificate", "ssl_certificate_key", "cert", "crt"],
+        None,
         "https",
         "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`",
     ),
     (
         &["cert", "crt", "ssl_certificate", "cert_file", "certfile", "fullchain"],
+        None,
         "certificate",
         "write it as `certificate`",
     ),
-    (&["key", "ssl_certificate_key", "key_file", "keyfile", "privkey"], "private_key", "write it as `private_key`"),
+    (
+        &["key", "ssl_certificate_key", "key_file", "keyfile", "privkey"],
+        None,
+        "private_key",
+        "write it as `private_key`",
+    ),
     (
         &["acme", "letsencrypt", "auto_https", "email", "cert_resolver", "certresolver"],
+        None,
         "certificate",
         "remove it: `certificate` and `private_key` name files, which an ACME client such as certbot renews; renewed files are \
          loaded at once",
     ),
     (
         &["health_check", "healthcheck", "health_checks", "option_httpchk", "check", "active_health"],
+        None,
         "health",
         "write `health = { path = \"/healthz\" }`",
     ),
     (
         &["max_fails", "fail_timeout", "outlier_detection", "circuit_breaker", "circuit_breakers", "passive_health"],
+        None,
         "ejection",
         "write `ejection = { failures = 5 }`",
     ),
     (
         &["retry", "num_retries", "max_retries", "retry_policy", "proxy_next_upstream", "lb_retries"],
+        None,
         "retries",
         "write `retries = { attempts = 2 }`",
     ),
-    (&["timeout", "timeouts"], "ejection", "write it in `[timeouts]`, or as `timeouts` of the route"),
-    (&["weight", "weights"], "ejection", "write `servers = [{ url = \"http://127.0.0.1:9001\", weight = 3 }]`"),
+    (&["timeout", "timeouts"], None, "ejection", "write it in `[timeouts]`, or as `timeouts` of the route"),
+    (&["weight", "weights"], None, "ejection", "write `servers = [{ url = \"http://127.0.0.1:9001\", weight = 3 }]`"),
     (
         &["sticky", "sticky_session", "session_affinity", "affinity", "cookie"],
+        None,
         "balance",
         "write `balance = { hash = [\"cookie:session\"] }`",
     ),
-    (&["http2", "h2", "h2c", "grpc"], "protocol", "write `protocol = \"http2\"`"),
+    (&["http2", "h2", "h2c", "grpc"], None, "protocol", "write `protocol = \"http2\"`"),
     (
         &["backup", "backups", "fallback"],
+        None,
         "ejection",
         "remove it: all servers get requests, as long as they are healthy",
     ),
-    (&["address", "host", "port", "server", "uri"], "url", "write `url = \"http://127.0.0.1:9001\"`"),
+    (&["address", "host", "port", "server", "uri"], None, "url", "write `url = \"http://127.0.0.1:9001\"`"),
     (
         &["size", "max_keys", "max_entries", "table_size"],
+        None,
         "snapshot_every",
         "write it as `capacity`, such as `1000000`: the number of counters",
     ),
     (
         &["cluster", "nodes", "addresses"],
+        None,
         "sentinel_master",
         "write the servers of a cluster as a list: `redis = [\"redis://127.0.0.1:7000\", \"redis://127.0.0.1:7001\"]`",
     ),
-    (&["jwks", "jwks_uri", "jwksuri", "jwk_url"], "jwks_url", "write it as `jwks_url`"),
-    (&["secret", "secret_file"], "jwks_url", "write `keys = [{ algorithm = \"HS256\", secret_file = \"FILE\" }]`"),
+    (&["jwks", "jwks_uri", "jwksuri", "jwk_url"], None, "jwks_url", "write it as `jwks_url`"),
+    (
+        &["secret", "secret_file"],
+        None,
+        "jwks_url",
+        "write `keys = [{ algorithm = \"HS256\", secret_file = \"FILE\" }]`",
+    ),
     (
         &["algorithm", "algorithms", "public_key", "public_key_file", "key", "alg"],
+        None,
         "jwks_url",
         "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`",
     ),
     (
         &["keepalive", "pool_max_conn", "max_idle", "pool_size", "keepalive_connections"],
+        None,
         "max_idle_connections",
         "write `max_idle_connections = 100`",
     ),
     (
         &["limit_by", "source", "source_criterion", "sourcecriterion", "track", "track_sc0", "zone", "group_by"],
+        None,
         "key",
         "write `key = \"ip\"`, or another part of a key",
     ),
     (
         &["token_bucket", "tokenbucket", "leaky_bucket", "max_tokens", "tokens_per_fill", "fill_interval"],
+        None,
         "windows",
         "write `windows = [{ limit = 100, period = \"minute\", capacity = 200 }]`: unused tokens roll over, up to `capacity`",
     ),
     (
         &["whitelist", "allowlist", "allow_list", "exclude", "except", "bypass", "skip", "ignore", "exempt"],
+        None,
         "exemptions",
         "write it as `exemptions`, such as `exemptions = [\"10.0.0.0/8\"]`",
     ),
     (
         &["action", "behavior"],
+        None,
         "on_limit",
         "write `on_limit = \"refuse\"`, which is the default, `\"delay\"` or `\"shadow\"`",
     ),
     (
         &["algorithm", "strategy"],
+        None,
         "on_limit",
         "remove it; a window that slides is `windows = [{ limit = 33, period = \"minute\", sliding = true }]`",
     ),
-    (&["ban", "ban_time", "block", "block_duration", "lockout"], "penalty", "write `penalty = \"10m\"`"),
-    (&["queue", "queue_size"], "max_waiting", "write `max_waiting = 100`, and `on_limit = \"delay\"`"),
-    (&["max_wait", "queue_timeout", "wait"], "max_delay", "write `max_delay = \"5s\"`, and `on_limit = \"delay\"`"),
-    (&["enabled", "disabled", "active"], "on_limit", "remove it: a rule is in effect on the routes that name it"),
-    (&["weight"], "on_limit", "write `cost = 2`"),
+    (&["ban", "ban_time", "block", "block_duration", "lockout"], None, "penalty", "write `penalty = \"10m\"`"),
+    (&["queue", "queue_size"], None, "max_waiting", "write `max_waiting = 100`, and `on_limit = \"delay\"`"),
+    (
+        &["max_wait", "queue_timeout", "wait"],
+        None,
+        "max_delay",
+        "write `max_delay = \"5s\"`, and `on_limit = \"delay\"`",
+    ),
+    (&["enabled", "disabled", "active"], None, "on_limit", "remove it: a rule is in effect on the routes that name it"),
+    (&["weight"], None, "on_limit", "write `cost = 2`"),
     (
         &["weight", "weights"],
+        None,
         "strip_prefix",
         "write `servers = [{ url = \"http://127.0.0.1:9001\", weight = 3 }]` in `[upstreams.NAME]`",
     ),
     (
         &["header"],
+        None,
         "request-header",
         "write `request-header = \"x-cost\"`, or `response-header` for one of the response",
     ),
-    (&["message", "error_message", "error_body", "errorfile"], "body_style", "write it as `body`"),
+    (&["message", "error_message", "error_body", "errorfile"], None, "body_style", "write it as `body`"),
     (
         &["retry_after"],
+        None,
         "retry_jitter",
         "remove it: refusals have `Retry-After`; `retry_jitter = \"5s\"` adds a random time to it",
     ),
     (
         &["policy", "redis", "storage", "distributed"],
+        None,
         "retry_jitter",
         "write `[counters.shared]`, then `redis = \"redis://127.0.0.1:6379\"`",
     ),
-    (&["path", "target", "output", "filename"], "file", "write it as `file`"),
+    (&["path", "target", "output", "filename"], None, "file", "write it as `file`"),
     (
         &[
             "limit_conn",
@@ -382,95 +530,15 @@ const SETTINGS: [(&[&str], &str, &str); 91] = [
             "conn_cur",
             "max_connections",
         ],
+        None,
         "concurrent",
         "write `concurrent = 10`",
     ),
     (
         &["deny", "denylist", "blacklist", "block", "blocklist"],
+        None,
         "",
         "write it into the file of `[access]`, as docs/guides/block-clients.md shows",
-    ),
-];
-
-/// Settings that turn on what their table describes, or turn it off.
-const SWITCHES: [&str; 5] = ["enabled", "enable", "active", "disabled", "disable"];
-const JWT_ALGORITHM: [&str; 3] = ["algorithm", "algorithms", "alg"];
-
-/// The values that a row is for.
-enum Values {
-    /// Those of [`SWITCHES`] that turn something off.
-    Off,
-    /// These words, in any case.
-    Words(&'static [&'static str]),
-}
-
-/// As [`SETTINGS`], for some values only. These rows come first.
-const VALUES: [(&[&str], Values, &str, &str); 21] = [
-    (
-        &SWITCHES,
-        Values::Off,
-        "on_limit",
-        "remove the rule from `rules` of the routes, or write `on_limit = \"shadow\"`",
-    ),
-    (&SWITCHES, Values::Off, "strip_prefix", "remove the route, or put `#` before each of its lines"),
-    (&SWITCHES, Values::Off, "ejection", "remove the upstream, and the routes that name it"),
-    (&SWITCHES, Values::Off, "weight", "remove the server from `servers`"),
-    (&SWITCHES, Values::Off, "healthy_after", "remove `health`: without it, there are no health checks"),
-    (&SWITCHES, Values::Off, "max_time", "write `ejection = false` instead of the table"),
-    (&SWITCHES, Values::Off, "budget", "write `retries = false` instead of the table"),
-    (&SWITCHES, Values::Off, "top_keys", "remove it: without `admin` in `[listen]`, the admin address is off"),
-    (
-        &SWITCHES,
-        Values::Off,
-        "request_buckets",
-        "remove it: without `metrics` and `admin` in `[listen]`, metrics are off",
-    ),
-    (&SWITCHES, Values::Off, "client_ca", "remove the table: without it, its address is not served"),
-    (&SWITCHES, Values::Off, "format", "remove `[access_log]`: without it, there is no access log"),
-    (&SWITCHES, Values::Off, "sample", "remove `[tracing]`: without it, no spans are exported"),
-    (&SWITCHES, Values::Off, "jwks_url", "remove `[jwt]`: without it, no tokens are verified"),
-    (&SWITCHES, Values::Off, "api_key", "remove `[clients]`: without it, requests are of no client"),
-    (
-        &SWITCHES,
-        Values::Off,
-        "sentinel_master",
-        "remove `[counters.shared]`: without it, each gateway counts for itself",
-    ),
-    (
-        &JWT_ALGORITHM,
-        Values::Words(&["HS256"]),
-        "jwks_url",
-        "write `keys = [{ algorithm = \"HS256\", secret_file = \"FILE\" }]`",
-    ),
-    (
-        &JWT_ALGORITHM,
-        Values::Words(&["HS384", "HS512"]),
-        "jwks_url",
-        "write `keys = [{ algorithm = \"HS256\", secret_file = \"FILE\" }]`, and let the issuer sign with HS256",
-    ),
-    (
-        &JWT_ALGORITHM,
-        Values::Words(&["ES256"]),
-        "jwks_url",
-        "write `keys = [{ algorithm = \"ES256\", public_key_file = \"FILE\" }]`",
-    ),
-    (
-        &JWT_ALGORITHM,
-        Values::Words(&["ES384", "ES512"]),
-        "jwks_url",
-        "write `keys = [{ algorithm = \"ES256\", public_key_file = \"FILE\" }]`, and let the issuer sign with ES256",
-    ),
-    (
-        &JWT_ALGORITHM,
-        Values::Words(&["EdDSA", "Ed25519"]),
-        "jwks_url",
-        "write `keys = [{ algorithm = \"EdDSA\", public_key_file = \"FILE\" }]`",
-    ),
-    (
-        &JWT_ALGORITHM,
-        Values::Words(&["RS384", "RS512", "PS256", "PS384", "PS512"]),
-        "jwks_url",
-        "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`, and let the issuer sign with RS256",
     ),
 ];
 
@@ -491,11 +559,9 @@ impl Values {
 pub fn setting(item: &Item, known: &[&'static str]) -> Option<(&'static str, &'static str)> {
     let name = item.key.to_ascii_lowercase().replace(['-', ' '], "_");
     let is_for = |names: &[&str], meant: &str| names.contains(&&*name) && (meant.is_empty() || known.contains(&meant));
-    let of_value = VALUES.iter().find(|(names, values, meant, _)| is_for(names, meant) && values.apply_to(item, &name));
-    if let Some((_, _, meant, fix)) = of_value {
-        return Some((meant, fix));
-    }
-    let (_, meant, fix) = SETTINGS.iter().find(|(names, meant, _)| is_for(names, meant))?;
+    let has_value = |values: &Option<Values>| values.as_ref().is_none_or(|values| values.apply_to(item, &name));
+    let applies = |(names, values, meant, _): &&Row| is_for(names, meant) && has_value(values);
+    let (_, _, meant, fix) = SETTINGS.iter().find(applies)?;
     Some((meant, fix))
 }
 
@@ -629,8 +695,7 @@ mod tests {
     fn every_row_names_a_setting() {
         let mut known = BTreeSet::new();
         keys(&schema(), &mut known);
-        let of_values = VALUES.into_iter().map(|(names, _, meant, fix)| (names, meant, fix));
-        for (names, meant, fix) in SETTINGS.into_iter().chain(of_values) {
+        for (names, _, meant, fix) in SETTINGS {
             assert!(meant.is_empty() || known.contains(meant), "{meant}: {fix}");
             for name in names {
                 assert_eq!(*name, name.to_ascii_lowercase().replace(['-', ' '], "_"));
