@@ -261,7 +261,7 @@ impl Gateway {
             snapshot_writer: None,
             registry,
             expiries: ExpiryGauges::default(),
-            shared_by_workers: SharedByWorkers::new(Arc::clone(&counters.table)),
+            shared_by_workers: SharedByWorkers::new(Arc::clone(&counters.table), clock.clone()),
             ready: watch::Sender::new(true),
             worker_commands: Vec::new(),
             sockets: opened.sockets,
@@ -346,19 +346,13 @@ impl Gateway {
         for (id, (worker_listeners, queries)) in by_worker.into_iter().zip(query_inboxes).enumerate() {
             let worker_id = WorkerId::at(id);
             let (commands, inbox) = unbounded_channel();
-            let (shared_by_workers, clock) = (self.shared_by_workers.clone(), self.clock.clone());
+            let shared_by_workers = self.shared_by_workers.clone();
             let (served, outputs) = (Arc::clone(served), self.outputs.clone());
             let (registry, listener_config) = (Arc::clone(&self.registry), Arc::clone(&self.listener_config));
             let (connection_limit, ready) = (Arc::clone(&self.connection_limit), self.ready.subscribe());
             let run = move || {
-                let worker = Rc::new(WorkerState::new(
-                    worker_id,
-                    shared_by_workers,
-                    clock,
-                    Arc::clone(&registry),
-                    served,
-                    outputs,
-                ));
+                let worker =
+                    Rc::new(WorkerState::new(worker_id, shared_by_workers, Arc::clone(&registry), served, outputs));
                 let listener_context = ListenerContext::new(worker, connection_limit, listener_config, ready);
                 let listener_context = Rc::new(listener_context);
                 let listeners = worker_listeners.into_iter().map(|worker_listener| {
@@ -879,11 +873,11 @@ impl Gateway {
         let run = move || async move {
             let meter = || StoreMetrics::new(&registry, owner);
             let of_workers = shared_by_workers.clone();
-            let shared = store.map(|store| SharedCounters::new(&store, of_workers, clock.clone(), meter()));
+            let shared = store.map(|store| SharedCounters::new(&store, of_workers, meter()));
             shared.iter().for_each(|shared| drop(spawn_local(Rc::clone(shared).run())));
             let metrics = AdminMetrics::new(&registry, owner);
             let admin_state = AdminState {
-                counter_access: CounterAccess::new(shared_by_workers, clock.clone(), shared),
+                counter_access: CounterAccess::new(shared_by_workers, shared),
                 registry,
                 counters,
                 clock,

@@ -144,7 +144,7 @@ pub async fn explain_without_gateway(config: Config, question: &Question) -> Res
     let live = LiveData { published_keys, now_ms: clock.wall_ms(), ..LiveData::default() };
     let served = ServedConfig::new(config, seed, rule_set, Vec::new(), live);
     let table = Table::with_capacity(1).ok_or("there is too little memory")?;
-    let counters = CounterAccess::new(SharedByWorkers::new(Arc::new(table)), clock, None);
+    let counters = CounterAccess::new(SharedByWorkers::new(Arc::new(table), clock), None);
     let explained = explain(&served, question, &counters, false).await;
     explained.map_err(|_unknown| format!("unknown client `{}`", question.as_client.as_deref().unwrap_or_default()))
 }

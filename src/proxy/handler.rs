@@ -751,9 +751,8 @@ mod tests {
         let upstream_health = build_upstream_health(&config, &[], &registry, 1, clock.instant());
         let rule_set = RuleSet::new(config.limiter_rules(), Seed(1, 2), None);
         let served = ServedConfig::new(config, Seed(1, 2), rule_set, upstream_health, LiveData::default());
-        let shared = SharedByWorkers::new(Arc::new(Table::with_capacity(64).unwrap()));
-        let worker =
-            WorkerState::new(WorkerId::at(0), shared, clock, Arc::clone(&registry), served, RecordOutputs::default());
+        let shared = SharedByWorkers::new(Arc::new(Table::with_capacity(64).unwrap()), clock);
+        let worker = WorkerState::new(WorkerId::at(0), shared, Arc::clone(&registry), served, RecordOutputs::default());
         let worker = Rc::new(worker);
         let (parts, ()) = Request::new(()).into_parts();
         let client = worker.config().served.identify_client(Ipv4Addr::LOCALHOST.into(), false, &parts.headers);

@@ -67,20 +67,20 @@ impl WorkerState {
     pub fn new(
         worker_id: WorkerId,
         shared_by_workers: SharedByWorkers,
-        clock: Clock,
         registry: Arc<Registry>,
         served: Arc<ServedConfig>,
         outputs: RecordOutputs,
     ) -> WorkerState {
+        let clock = shared_by_workers.clock.clone();
         let settings = served.config.counters.shared.as_ref();
         let shared = settings.map(|settings| {
             let metrics = StoreMetrics::new(&registry, worker_id);
-            SharedCounters::new(settings, shared_by_workers.clone(), clock.clone(), metrics)
+            SharedCounters::new(settings, shared_by_workers.clone(), metrics)
         });
         let log_throttle = Arc::clone(&outputs.log_throttle);
         let config = WorkerConfig::new(worker_id, &registry, &clock, served, outputs, None);
         WorkerState {
-            counters: CounterAccess::new(shared_by_workers, clock.clone(), shared),
+            counters: CounterAccess::new(shared_by_workers, shared),
             metrics: WorkerMetrics::new(&registry, worker_id, RequestError::kind_names()),
             timers: Rc::default(),
             log_throttle,

@@ -44,8 +44,8 @@ impl RequestKeys<'_> {
 
 impl CounterAccess {
     /// `shared`: of the same worker.
-    pub fn new(of_workers: SharedByWorkers, clock: Clock, shared: Option<Rc<SharedCounters>>) -> CounterAccess {
-        let SharedByWorkers { table, deferred_refunds, .. } = of_workers;
+    pub fn new(of_workers: SharedByWorkers, shared: Option<Rc<SharedCounters>>) -> CounterAccess {
+        let SharedByWorkers { table, clock, deferred_refunds, .. } = of_workers;
         CounterAccess { table, clock, deferred_refunds, shared }
     }
 
@@ -292,7 +292,7 @@ mod tests {
 
     fn counters(worker: &TestWorker) -> CounterAccess {
         let shared = Some(Rc::clone(&worker.shared));
-        CounterAccess::new(worker.shared_by_workers.clone(), worker.clock.clone(), shared)
+        CounterAccess::new(worker.shared_by_workers.clone(), shared)
     }
 
     /// A query of key `a`.

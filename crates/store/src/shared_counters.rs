@@ -47,6 +47,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 #[derive(Clone)]
 pub struct SharedByWorkers {
     pub table: Arc<Table>,
+    pub clock: Clock,
     pub deferred_refunds: Arc<DeferredRefunds>,
     pub outages: Arc<OutageLog>,
     pub usage_order: Arc<UsageOrder>,
@@ -56,9 +57,10 @@ pub struct SharedByWorkers {
 }
 
 impl SharedByWorkers {
-    pub fn new(table: Arc<Table>) -> SharedByWorkers {
+    pub fn new(table: Arc<Table>, clock: Clock) -> SharedByWorkers {
         SharedByWorkers {
             table,
+            clock,
             deferred_refunds: Arc::default(),
             outages: Arc::default(),
             usage_order: Arc::default(),
@@ -98,14 +100,17 @@ pub struct SharedCounters {
 }
 
 impl SharedCounters {
-    pub fn new(
-        config: &StoreConfig,
-        of_workers: SharedByWorkers,
-        clock: Clock,
-        metrics: StoreMetrics,
-    ) -> Rc<SharedCounters> {
-        let SharedByWorkers { table, deferred_refunds, outages, usage_order, unreported, reported, kept_refunds } =
-            of_workers;
+    pub fn new(config: &StoreConfig, of_workers: SharedByWorkers, metrics: StoreMetrics) -> Rc<SharedCounters> {
+        let SharedByWorkers {
+            table,
+            clock,
+            deferred_refunds,
+            outages,
+            usage_order,
+            unreported,
+            reported,
+            kept_refunds,
+        } = of_workers;
         Rc::new(SharedCounters {
             store: RedisClient::new(config),
             table,

@@ -336,24 +336,25 @@ impl TestWorker {
         fastrand::seed(SEED);
         let clock = Clock::manual(START_MS);
         let store = TestStore::start(clock.clone()).await;
-        let shared_by_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(1000).unwrap()));
-        TestWorker::with(rules, store, clock, shared_by_workers)
+        let shared_by_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(1000).unwrap()), clock);
+        TestWorker::with(rules, store, shared_by_workers)
     }
 
     /// Another worker of the same process.
     pub fn beside(&self) -> TestWorker {
-        TestWorker::with(&self.rules, self.store.clone(), self.clock.clone(), self.shared_by_workers.clone())
+        TestWorker::with(&self.rules, self.store.clone(), self.shared_by_workers.clone())
     }
 
-    fn with(rules: &[Rule], store: TestStore, clock: Clock, shared_by_workers: SharedByWorkers) -> TestWorker {
+    fn with(rules: &[Rule], store: TestStore, shared_by_workers: SharedByWorkers) -> TestWorker {
         let node = Node::Tcp { host: "127.0.0.1".to_owned(), port: store.0.port };
         let config = StoreConfig { timeout: DEADLINE, ..StoreConfig::with_defaults(Nodes::Single(node)) };
         let registry = Registry::default();
         let metrics = StoreMetrics::new(&registry, WorkerId::at(0));
-        let shared = SharedCounters::new(&config, shared_by_workers.clone(), clock.clone(), metrics);
+        let shared = SharedCounters::new(&config, shared_by_workers.clone(), metrics);
         let rule_set = Arc::new(RuleSet::new(rules, Seed(1, 2), None));
         let charge_plan = rule_set.charge_plan(rule_set.rules.ids());
         let rules = rules.to_vec();
+        let clock = shared_by_workers.clock.clone();
         TestWorker { shared, store, clock, rule_set, charge_plan, registry, rules, shared_by_workers }
     }
 

@@ -275,11 +275,11 @@ impl World {
         let charge_plan = Rc::new(rule_set.charge_plan(rule_set.rules.ids()));
         let mut gateways = Vec::new();
         for number in 0..scenario.requests.len() / scenario.workers {
-            let of_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(256).expect("memory")));
             let workers = (0..scenario.workers).map(|nth| number * scenario.workers + nth);
             let lead_ms = scenario.leads_ms.get(number).copied().unwrap_or(0);
             let clock = Clock::stepped(START_MS.saturating_add_signed(lead_ms), now.into_std());
-            gateways.extend(workers.map(|worker| Gateway::new(worker, scenario.is_cluster, &of_workers, &clock)));
+            let of_workers = SharedByWorkers::new(Arc::new(Table::with_capacity(256).expect("memory")), clock);
+            gateways.extend(workers.map(|worker| Gateway::new(worker, scenario.is_cluster, &of_workers)));
         }
         let mut world = World {
             scenario: scenario.clone(),
@@ -886,16 +886,16 @@ impl World {
 }
 
 impl Gateway {
-    fn new(number: usize, is_cluster: bool, of_workers: &SharedByWorkers, clock: &Clock) -> Gateway {
+    fn new(number: usize, is_cluster: bool, of_workers: &SharedByWorkers) -> Gateway {
         let node = Network::node(number);
         let nodes = if is_cluster { Nodes::Cluster(vec![node]) } else { Nodes::Single(node) };
         let config = StoreConfig { timeout: Duration::from_millis(TIMEOUT_MS), ..StoreConfig::with_defaults(nodes) };
         let metrics = StoreMetrics::new(&Registry::default(), WorkerId::at(0));
-        let shared = SharedCounters::new(&config, of_workers.clone(), clock.clone(), metrics);
+        let shared = SharedCounters::new(&config, of_workers.clone(), metrics);
         Gateway {
             tasks: LocalSet::new(),
             is_woken: Arc::new(IsWoken(Mutex::new(true))),
-            counters: Rc::new(CounterAccess::new(of_workers.clone(), clock.clone(), Some(Rc::clone(&shared)))),
+            counters: Rc::new(CounterAccess::new(of_workers.clone(), Some(Rc::clone(&shared)))),
             shared,
             requests: Vec::new(),
             is_alive: true,
