@@ -201,7 +201,8 @@ fn ambiguous_body_framing_is_refused() {
 #[test]
 fn malformed_chunks_end_the_connection_without_smuggling() {
     let upstream = Upstream::always(200);
-    let gateway = Gateway::start(&forward_all(&upstream));
+    let echo = "[upstreams.e]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/echo\"\nupstream = \"e\"\n";
+    let gateway = Gateway::start(&format!("{}{echo}", forward_all(&upstream)));
     for chunks in [
         "zz\r\n",
         "-1\r\n",
@@ -219,14 +220,16 @@ fn malformed_chunks_end_the_connection_without_smuggling() {
         "0\r\n\n\r\n\r\n",
         "0\r\nX: y\r\nZ: w\n\r\nA: b\r\n\r\n",
     ] {
-        let mut client = gateway.client();
-        client.send_if_open("POST /chunks HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n");
-        client.send_if_open(chunks).send_if_open(request("GET", "/smuggled", &[], b""));
-        let response = client.read_response();
-        assert_eq!(response.status, 400, "{chunks:?}: {}", response.text());
-        response.problem();
-        client.shutdown_write();
-        client.expect_closed();
+        for path in ["/chunks", "/echo"] {
+            let mut client = gateway.client();
+            client.send_if_open(format!("POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"));
+            client.send_if_open(chunks).send_if_open(request("GET", "/smuggled", &[], b""));
+            let response = client.read_response();
+            assert_eq!(response.status, 400, "{path}, {chunks:?}: {}", response.text());
+            response.problem();
+            client.shutdown_write();
+            client.expect_closed();
+        }
     }
     assert!(upstream.received().iter().all(|received| received.target == "/chunks"), "{:?}", upstream.received());
 }

@@ -121,7 +121,7 @@ impl Stores {
         let Value::Array(reply) = self.run(&script, &keys, &arguments) else { panic!("an array") };
         let [reply, seconds, micros] = [0, 1, 2].map(|nth| integer(&reply[nth]));
         self.now_ms = (seconds * 1000 + micros / 1000) as u64;
-        assert_eq!(self.simulated.refund(&keys, &arguments, self.now_ms), reply, "{keys:?} {arguments:?}");
+        assert_eq!(self.simulated.refund(&keys, &arguments, self.now_ms).0, reply, "{keys:?} {arguments:?}");
     }
 }
 

@@ -397,7 +397,7 @@ impl World {
                     gateway.requests.iter().any(times_out)
                 });
                 // Nor does a gateway ask a store that has not answered its first probe in time.
-                let is_unanswered = self.network.deliverable().len() + self.network.executable().len() > 0;
+                let is_unanswered = (0..self.gateways.len()).any(|number| !self.network.has_answered(number));
                 self.observed.has_counted_alone |= has_late || self.is_any_behind() && is_unanswered;
                 self.advance(ms).await;
             }
@@ -672,12 +672,12 @@ impl World {
             let parts = if counts_alone { self.histories.len() as u64 + others } else { 1 };
             let admitted = *admitted;
             let period_ms = self.rule_set.windows_of(self.rule_set.layer(layer)).typical_ms();
-            // Requests that waited at a reset pass in a later window. The store may execute a lost call at any time.
-            let since_ms = match self.observed.has_lost_calls {
-                true => 0,
-                false => end_ms.saturating_sub(2 * period_ms + self.charge_plan.max_delay_ms()),
-            };
-            let resets = self.observed.resets[kind.key].iter().filter(|reset_ms| **reset_ms >= since_ms).count() as u64;
+            // Requests that waited at a reset pass in a later window.
+            let since_ms = end_ms.saturating_sub(2 * period_ms + self.charge_plan.max_delay_ms());
+            // The store may execute a lost reset at any time, and it is not known which of them.
+            let has_reset = self.observed.has_lost_calls && self.network.reset_ms() >= since_ms;
+            let resets = self.observed.resets[kind.key].iter();
+            let resets = resets.filter(|reset_ms| has_reset || **reset_ms >= since_ms).count() as u64;
             // Tokens that were counted alone between the reset in the store and the one here are forgotten too.
             let resets = resets * (1 + u64::from(counts_alone));
             let most = self.capacity(layer) * (parts + resets) + forgotten + overdrawn;

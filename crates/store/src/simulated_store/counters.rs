@@ -271,10 +271,11 @@ impl Store {
         self.counters.insert(key, Entry { value, expires_ms });
     }
 
-    /// Runs `refund.lua`; returns the tokens refunded.
-    pub fn refund(&mut self, keys: &[String], arguments: &[String], time_ms: u64) -> i64 {
+    /// Runs `refund.lua`; returns the tokens refunded, and those that stay counted, by key: of an accumulating window that has ended,
+    /// the store does not know whether other requests have used its tokens.
+    pub fn refund(&mut self, keys: &[String], arguments: &[String], time_ms: u64) -> (i64, Vec<(String, u64)>) {
         self.remove_expired(time_ms as i64);
-        let mut refunded = 0;
+        let (mut refunded, mut kept) = (0, Vec::new());
         for (key, fields) in keys.iter().zip(arguments.chunks_exact(5)) {
             let [kind, mark, limit, tokens, only] = fields else { unreachable!("five arguments") };
             let (mark, limit, tokens) = (number(mark), number(limit), number(tokens));
@@ -290,7 +291,10 @@ impl Store {
                     let windows = *current - mark;
                     let amount = match windows {
                         0 if is_allowed(*used) => tokens,
-                        1.. if only.is_empty() && kind == "g" => tokens - limit * windows,
+                        1.. if only.is_empty() && kind == "g" => {
+                            kept.push((key.clone(), tokens.min(limit * windows) as u64));
+                            tokens - limit * windows
+                        }
                         _ => 0,
                     };
                     subtract(used, amount)
@@ -299,7 +303,7 @@ impl Store {
             };
             refunded += amount;
         }
-        refunded
+        (refunded, kept)
     }
 
     /// The tokens that a counter holds, of all segments; 0 without one.

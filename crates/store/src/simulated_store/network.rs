@@ -41,8 +41,10 @@ struct State {
     /// Whether calls were lost before the store has executed them.
     has_lost_calls: bool,
     /// Tokens that the store may count although no gateway has them, by key: granted in replies that were lost, of refunds that were
-    /// lost, or known to a gateway before the store had lost its data.
+    /// lost or came after the window, or known to a gateway before the store had lost its data.
     surplus: BTreeMap<String, u64>,
+    /// When the store has executed the last reset.
+    reset_ms: u64,
     /// Whether the store does not know the digests of the scripts, by `Call::is_refund`.
     forgot_script: [bool; 2],
 }
@@ -59,6 +61,8 @@ struct Connection {
     reader: Option<Waker>,
     /// Whether the gateway sees the end of the connection.
     is_cut: bool,
+    /// Whether a reply to a script has arrived.
+    has_answered: bool,
     /// A hash of all bytes that have arrived, and of the end.
     history: u64,
 }
@@ -139,6 +143,7 @@ impl Network {
             arrived: Vec::new(),
             reader: None,
             is_cut: false,
+            has_answered: false,
             history: 0,
         };
         state.connections.push(connection);
@@ -180,7 +185,7 @@ impl Network {
     /// Lets the store execute the next call of a connection.
     pub fn execute(&self, connection: usize) {
         let state = &mut *self.state();
-        let State { store, replica, time_ms, connections, forgot_script, surplus, .. } = state;
+        let State { store, replica, time_ms, connections, forgot_script, surplus, reset_ms, .. } = state;
         let connection = &mut connections[connection];
         let Some(call) = connection.calls.iter_mut().find(|call| call.reply.is_none()) else { return };
         let before = store.clone();
@@ -190,7 +195,12 @@ impl Network {
             call.surplus = call.not_refunded();
             b"-NOSCRIPT No matching script\r\n".to_vec()
         } else if call.is_refund() {
-            integer(store.refund(call.keys(), call.arguments(), *time_ms))
+            if call.arguments().iter().any(|argument| argument == "all") {
+                *reset_ms = *time_ms;
+            }
+            let (refunded, kept) = store.refund(call.keys(), call.arguments(), *time_ms);
+            add_surplus(surplus, kept);
+            integer(refunded)
         } else {
             let reply = store.acquire(call.keys(), call.arguments(), *time_ms);
             call.surplus = granted(call, &reply);
@@ -270,6 +280,17 @@ impl Network {
         self.state().surplus.get(key).copied().unwrap_or(0)
     }
 
+    /// When the store has executed the last reset; 0 if never.
+    pub fn reset_ms(&self) -> u64 {
+        self.state().reset_ms
+    }
+
+    /// Whether a reply has arrived at the gateway.
+    pub fn has_answered(&self, gateway: usize) -> bool {
+        let state = self.state();
+        state.connections.iter().any(|connection| connection.gateway == gateway && connection.has_answered)
+    }
+
     /// Whether calls were lost before the store has executed them: they are not sent again.
     pub fn has_lost_calls(&self) -> bool {
         self.state().has_lost_calls
@@ -342,7 +363,7 @@ impl Network {
     pub fn hash(&self, hasher: &mut impl Hasher) {
         let state = self.state();
         (&state.store, &state.replica, state.is_down, state.time_ms, state.forgot_script).hash(hasher);
-        (state.has_lost_calls, &state.surplus).hash(hasher);
+        (state.has_lost_calls, &state.surplus, state.reset_ms).hash(hasher);
         for connection in &state.connections {
             (connection.gateway, connection.is_cut, &connection.calls, connection.history).hash(hasher);
         }
@@ -405,7 +426,9 @@ impl Connection {
     }
 
     fn deliver_first(&mut self) {
-        if let Some(reply) = self.calls.pop_front().and_then(|call| call.reply) {
+        let Some(call) = self.calls.pop_front() else { return };
+        self.has_answered |= call.is_script();
+        if let Some(reply) = call.reply {
             self.history = hash_of((self.history, &reply));
             self.arrived.extend(reply);
         }
