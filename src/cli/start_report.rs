@@ -129,9 +129,10 @@ mod tests {
     use super::*;
 
     fn example_of(routes: &str) -> Option<String> {
-        let toml =
-            format!("[upstreams.a]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"1/second\"]\n\
-             [rules.k]\nkey = [\"header:x-api-key\", \"bearer\"]\non_missing_key = \"refuse\"\nwindows = [\"1/second\"]\n{routes}");
+        let toml = format!(
+            "[upstreams.a]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"1/second\"]\n\
+             [rules.k]\nkey = [\"header:x-api-key\", \"bearer\"]\non_missing_key = \"refuse\"\nwindows = [\"1/second\"]\n{routes}"
+        );
         let http: SocketAddr = "0.0.0.0:8080".parse().unwrap();
         example(&transom_config::read(&toml).unwrap(), &[http], &[])
     }

@@ -29,6 +29,7 @@ use transom_rules::responses::{self, RefusedRequest};
 use transom_runtime::metrics::storage::GaugeGuard;
 use transom_store::counter_access::RequestKeys;
 use transom_store::scripts::Refund;
+use transom_store::settlement::RuleCharges;
 use transom_store::shared_decision::{SharedOutcome, Unavailable};
 
 /// The wall clock may be set while a request waits, so the time is read again at this interval.
@@ -51,6 +52,8 @@ pub struct DelayedRequest {
     to_recharge: Vec<LayerRef>,
     /// What was charged locally; empty once the request passes.
     receipts: Vec<ShardReceipt>,
+    /// What each rule has charged.
+    charges: Vec<RuleCharges>,
     store_charges: StoreCharges,
     worker: Rc<WorkerState>,
     config: Rc<WorkerConfig>,
@@ -77,6 +80,7 @@ impl DelayedRequest {
             keyed_requests: context.inputs.keyed_requests.clone(),
             to_recharge,
             receipts: context.all_receipts().collect(),
+            charges: charge_plan.rules().ids().map(|position| RuleCharges::of(context, position)).collect(),
             store_charges,
             worker: Rc::clone(worker),
             config: Rc::clone(config),
@@ -138,12 +142,15 @@ impl DelayedRequest {
                 (self.until_ms, self.to_recharge) = (until_ms, recharge);
             }
             Decision::Delayed { .. } | Decision::Refused => {
-                self.receipts.extend(context.all_receipts());
-                let receipts = std::mem::take(&mut self.receipts);
-                self.worker.counters.refund(self.keys(), receipts, u32::MAX);
+                if !matches!(decision, Decision::Refused) {
+                    self.add_charges(&context);
+                }
                 self.store_charges.refunds.extend(refunds);
+                self.refund();
                 // The response states all layers as they are now.
-                self.worker.counters.peek(charge_plan, &mut context);
+                let store_keys = &self.store_charges.keys;
+                counters.refuse(charge_plan, &mut context, |position| store_keys.get(position).cloned().flatten());
+                charge_plan.peek_slots(&mut context);
                 record.release_slots(&mut context);
                 let verdicts = charge_plan.verdicts(&context, &Decision::Refused);
                 record.record_decision(self.rules_id, verdicts);
@@ -159,12 +166,28 @@ impl DelayedRequest {
         }
         let now_ms = self.worker.clock.now().unix_ms;
         self.receipts.retain(|charged| charged.receipt.end_ms() > now_ms);
-        self.receipts.extend(context.all_receipts());
+        self.add_charges(&context);
         if let Some(pending_cost) = pending_cost {
             pending_cost.add_recharge(rules, &context, &refunds);
         }
         self.store_charges.refunds.extend(refunds);
         Ok(())
+    }
+
+    fn add_charges(&mut self, context: &DecisionContext) {
+        self.receipts.extend(context.all_receipts());
+        for (position, charges) in context.inputs.keyed_requests.ids().zip(&mut self.charges) {
+            charges.add(context, position);
+        }
+    }
+
+    /// Refunds what all rules have charged.
+    fn refund(&mut self) {
+        self.receipts.clear();
+        let refunds = std::mem::take(&mut self.store_charges.refunds);
+        for (position, charges) in self.keyed_requests.ids().zip(&self.charges) {
+            self.worker.counters.settle(self.keys(), position, charges, &refunds, 0);
+        }
     }
 
     fn keys(&self) -> RequestKeys<'_> {

@@ -397,8 +397,7 @@ fn slots_and_shared_windows_are_taken_together() {
             let held = upload(&process, "a");
             eventually_eq(under_way, 1);
             let refused = upload(&process, "abc").read_response_to("POST").expect(429);
-            let violated = refused.problem()["violated-policies"].clone();
-            assert!(violated.as_array().unwrap().contains(&json!("r-concurrent")), "{mode}: {violated}");
+            assert_eq!(refused.problem()["violated-policies"][0], "r-concurrent", "{mode}");
             finish(held);
             eventually_eq(under_way, 0);
         }
@@ -406,6 +405,49 @@ fn slots_and_shared_windows_are_taken_together() {
         assert_eq!(refused.problem()["violated-policies"], json!(["r"]), "{mode}");
         assert_eq!(under_way(), 0);
     }
+}
+
+/// Of a key that this gateway has not seen, and of one whose usage it knows.
+#[test]
+fn a_refusal_for_a_slot_states_shared_windows_as_they_are() {
+    let redis = RedisServer::start();
+    let rule = |mode: &str| {
+        format!(
+            "[rules.{mode}]\nkey = \"header:x-key\"\non_missing_key = \"skip\"\nshared = \"{mode}\"\nwindows = [\"9/30d\"]\n"
+        )
+    };
+    let process = Process::spawn(&format!(
+        "[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\n[upstreams.u]\nbuiltin = \"echo\"\n\
+         [rules.slots]\nkey = \"global\"\nconcurrent = 1\n{}{}\
+         [[routes]]\npath = \"/a\"\nupstream = \"u\"\nrules = [\"slots\", \"exact\", \"lease\"]\n",
+        redis.url(),
+        rule("exact"),
+        rule("lease"),
+    ));
+    let get = |key: &str| process.client().get_with("/a", &[("X-Key", key)]);
+    get("known").expect(200);
+    let _held = upload(&process, "a");
+    eventually_eq(|| process.metrics().sum("transom_concurrent_requests", &[("rule", "slots")]), 1);
+    for (key, left) in [("unknown", 9), ("known", 8)] {
+        let refused = get(key).expect(429);
+        assert_eq!(refused.problem()["violated-policies"], json!(["slots-concurrent"]), "{key}");
+        assert_eq!(refused.field("retry-after"), Some("1"), "{key}");
+        for mode in ["exact", "lease"] {
+            assert_eq!(remaining(&refused, mode), left, "{key}: {:?}", refused.field("ratelimit"));
+        }
+    }
+}
+
+#[test]
+fn a_slot_refusal_starts_the_penalty_of_a_full_window() {
+    let rule =
+        "key = \"global\"\nconcurrent = 1\n[rules.pen]\nkey = \"ip\"\nwindows = [\"1/minute\"]\npenalty = \"1h\"";
+    let gateway = Gateway::start(&one_rule(rule).replace("rules = [\"r\"]", "rules = [\"r\", \"pen\"]"));
+    let held = hold(&gateway, "a");
+    assert_eq!(get(&gateway, "a").expect(429).field("retry-after"), Some("3600"));
+    finish(held);
+    gateway.advance_s(60);
+    get(&gateway, "a").expect(429);
 }
 
 #[test]

@@ -225,6 +225,24 @@ fn a_waiter_that_another_rule_refuses_is_refunded() {
     assert_eq!(delayed(&gateway), 1);
 }
 
+/// It counts in the windows that are open when it is refused.
+#[test]
+fn a_waiter_that_another_rule_refuses_counts_once_where_refusals_count() {
+    let upstream = Upstream::always(200);
+    let counting = "[rules.c]\nkey = \"global\"\nwindows = [\"9/hour\"]\ncount_refused = true\n";
+    let toml = per_client_and_global(&upstream, "2/50s").replace("[\"r\", \"all\"]", "[\"r\", \"all\", \"c\"]");
+    let gateway = Gateway::start(&(counting.to_owned() + &toml));
+    gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
+    let mut waits = send_and_wait_as(&gateway, "a", "/a2");
+    gateway.advance_s(55);
+    for (user, left) in [("b", 6), ("c", 5)] {
+        assert_eq!(remaining(&gateway.get_with("/", &[("X-User", user)]).expect(200), "c"), left);
+    }
+    gateway.advance_s(5);
+    assert_eq!(remaining(&waits.read_response().expect(429), "c"), 5);
+    assert_eq!(remaining(&gateway.get_with("/", &[("X-User", "d")]).expect(429), "c"), 4);
+}
+
 /// Two rules delay on different keys. A request that waited for one rule and finds the other full keeps waiting; it is not
 /// refused.
 #[test]

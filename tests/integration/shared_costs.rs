@@ -3,6 +3,8 @@
 use std::thread;
 use std::time::Duration;
 
+use serde_json::json;
+
 use crate::support::client::{Client, HttpResponse};
 use crate::support::gateway_group::is_admitted;
 use crate::support::process::Process;
@@ -121,6 +123,68 @@ fn a_refused_request_counts_wherever_its_rules_are_counted() {
     }
 }
 
+/// What a shadow rule would have refused, it has not charged.
+#[test]
+fn a_shadow_rule_settles_only_what_it_has_charged_in_each_mode() {
+    let redis = RedisServer::start();
+    let upstream = Upstream::responding(|received| {
+        reply(
+            if received.target == "/401" { 401 } else { 200 },
+            &[("X-Cost", received.target.trim_start_matches('/'))],
+            b"",
+        )
+    });
+    // Targets, and what is used after each.
+    let by_cost =
+        ("cost = { response-header = \"x-cost\", reserve = 1, max = 1000 }", [("/82", 82), ("/210", 82), ("/210", 82)]);
+    let by_status = ("count_when = { status = [401] }", [("/401", 1), ("/401", 2), ("/200", 2)]);
+    for mode in MODES {
+        for (setting, requests) in [by_cost, by_status] {
+            let name = format!("{mode}-{}", requests[0].1);
+            let rule = format!(
+                "key = \"ip\"\nshared = \"{mode}\"\non_limit = \"shadow\"\nwindows = [\"2/{WINDOW}\"]\n{setting}"
+            );
+            let gateway = start(&redis, &upstream, "timeout = \"10s\"", &[(&name, &rule)]);
+            let used = || {
+                let query = json!({ "rule": name, "key": "127.0.0.1" }).to_string();
+                Client::connect(gateway.admin).post("/v1/value", query).expect(200).json()["count"].as_u64()
+            };
+            // The last request twice: what settles it may still be on its way.
+            for (target, expected) in requests.iter().chain(&requests[2..]) {
+                gateway.get(target);
+                eventually_eq(used, Some(*expected));
+            }
+        }
+    }
+}
+
+/// A request that a rule delays, and one that would have to wait too long.
+#[test]
+fn a_request_counts_once_whichever_rule_delays_it() {
+    let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
+    let check = |c_mode: &str, b_mode: &str| {
+        for (windows, max_delay, status) in [("1/1s", "10s", 200), ("1/30d", "1ms", 429)] {
+            let name = |rule: &str| format!("{rule}-{c_mode}-{b_mode}-{status}");
+            let c = format!("key = \"ip\"\nshared = \"{c_mode}\"\ncount_refused = true\nwindows = [\"13/{WINDOW}\"]");
+            let b = format!(
+                "key = \"global\"\nshared = \"{b_mode}\"\nwindows = [\"{windows}\"]\n\
+                 on_limit = \"delay\"\nmax_delay = \"{max_delay}\""
+            );
+            let gateway = start(&redis, &upstream, "timeout = \"10s\"", &[(&name("c"), &c), (&name("b"), &b)]);
+            let mut client = gateway.client();
+            for used in 1..=4 {
+                let response = client.get("/a").expect(if used == 1 { 200 } else { status });
+                assert_eq!(remaining(&response, &name("c")), 13 - used, "{}: request {used}", name("c"));
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for (c_mode, b_mode) in MODES.iter().flat_map(|c_mode| MODES.map(|b_mode| (*c_mode, b_mode))) {
+            scope.spawn(move || check(c_mode, b_mode));
+        }
+    });
+}
+
 #[test]
 fn a_refused_request_opens_no_window_in_the_store() {
     let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
@@ -226,6 +290,33 @@ fn a_full_window_starts_its_penalty_whichever_rule_refuses_first() {
         assert_eq!(penalties(), 0);
         // The window of `p` is full, and `b` refuses.
         gateway.get("/both").expect(429);
+        eventually_eq(penalties, 1);
+        redis.cli(&["FLUSHALL"]);
+    }
+}
+
+/// The gateway whose other rule refuses has not seen the key before.
+#[test]
+fn a_window_that_another_gateway_has_filled_starts_its_penalty() {
+    let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
+    for kind in ["", ", start = \"first-request\"", ", sliding = true"] {
+        let p = format!("p{}", kind.len());
+        let toml = format!(
+            "[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\n{}\
+             [rules.{p}]\nkey = \"ip\"\npenalty = \"1h\"\nwindows = [{{ limit = 3, period = \"{WINDOW}\"{kind} }}]\n\
+             [rules.b]\nkey = \"ip\"\nshared = \"off\"\nwindows = [\"1/{WINDOW}\"]\n\
+             [[routes]]\npath = \"/b\"\nupstream = \"u\"\nrules = [\"b\"]\n\
+             [[routes]]\npath = \"/both\"\nupstream = \"u\"\nrules = [\"b\", \"{p}\"]\n\
+             [[routes]]\npath = \"/p\"\nupstream = \"u\"\nrules = [\"{p}\"]\n",
+            redis.url(),
+            upstream.toml("u"),
+        );
+        let [one, other] = [Process::spawn(&toml), Process::spawn(&toml)];
+        assert_eq!(admitted(&mut one.client(), "/p", 3), 3);
+        other.get("/b").expect(200);
+        let penalties = || redis.keys().into_iter().filter(|key| key.contains("penalty")).count();
+        assert_eq!(penalties(), 0);
+        other.get("/both").expect(429);
         eventually_eq(penalties, 1);
         redis.cli(&["FLUSHALL"]);
     }

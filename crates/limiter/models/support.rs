@@ -5,8 +5,18 @@ use std::sync::{Arc, Mutex};
 
 use loom::thread;
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
+use transom_limiter::atomics::{AtomicU64, Ordering};
 use transom_limiter::bucket::Key;
-use transom_limiter::handles::WindowsId;
+use transom_limiter::charge_plan::ChargePlan;
+use transom_limiter::concurrency::ConcurrencyTable;
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::handles::{Handle, RuleId, VariantId, WindowsId};
+use transom_limiter::key::{KeyHash, KeyPart, OnMissing, Seed};
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::Rule;
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::{Counter, CounterResult, Receipt, Table};
 use transom_limiter::window::{Time, Windows};
 use transom_limiter::window_kind::{AcquireRequest, WindowKind};
@@ -40,6 +50,45 @@ pub fn race<S: Send + Sync + 'static, T: 'static, const N: usize>(shared: &Arc<S
         thread::spawn(move || job(&shared))
     });
     runners.map(|runner| runner.join().expect("no thread panicked"))
+}
+
+/// A gateway with a rule of one request in 100 ms, for one key.
+pub struct Gateway {
+    /// Shared by all threads, and never set back.
+    clock: AtomicU64,
+    pub table: Table<2>,
+    pub charge_plan: ChargePlan,
+}
+
+impl Gateway {
+    pub fn new(change: impl FnOnce(&mut Rule)) -> Arc<Gateway> {
+        let limit = Limit::parse("1/100ms").expect("it is a limit");
+        let mut rule = Rule::new("r", vec![KeyPart::GLOBAL], OnMissing::Never, vec![limit]);
+        change(&mut rule);
+        // A table of one shard, because loom creates its locks again for each interleaving.
+        let former = RuleSet { concurrency: Arc::new(ConcurrencyTable::with_capacity(1, 1)), ..RuleSet::default() };
+        let rule_set = Arc::new(RuleSet::new(&[rule], Seed(1, 2), Some(&former)));
+        let charge_plan = rule_set.charge_plan([RuleId::at(0)]);
+        let table = Table::with_buckets(2, 1).expect("there is memory");
+        Arc::new(Gateway { clock: AtomicU64::new(0), table, charge_plan })
+    }
+
+    pub fn decide(&self, now_ms: u64) -> (Decision, DecisionContext) {
+        let mut context = DecisionContext::default();
+        let key = KeyHash { bucket_hash: 0, tag: 1 };
+        let keyed_request = KeyedRequest { key, offset: 0, variant: VariantId::DEFAULT, cost: 1 };
+        context.inputs.keyed_requests.push(Some(keyed_request));
+        self.clock.fetch_max(now_ms, Ordering::SeqCst);
+        let clock = || self.clock.load(Ordering::SeqCst);
+        let decision = self.charge_plan.decide(&self.table, DecisionTime::starting_at(now_ms, &clock), &mut context);
+        (decision, context)
+    }
+
+    /// Refunds what a decision has charged.
+    pub fn refund(&self, context: &DecisionContext, now_ms: u64) {
+        let receipts: Vec<_> = context.all_receipts().collect();
+        self.charge_plan.rule_set().refund(&receipts, u32::MAX, &self.table, now_ms);
+    }
 }
 
 /// A counter of layer 1. Keys whose tags are equal modulo 64 share an overflow counter.

@@ -48,8 +48,26 @@ impl ChargePlan {
         context: &mut DecisionContext,
     ) -> Decision {
         context.clear();
-        let decision = match context.use_default_windows() {
-            true if self.is_plain() => self.acquire_plain_layers(self.enforced_layers(), table, now, context),
+        let has_default_windows = context.use_default_windows();
+        let decision = match has_default_windows && self.is_plain() {
+            true => self.acquire_plain_layers(self.enforced_layers(), table, now, context),
+            false => self.decide_layers_of_any_kind(has_default_windows, table, now, context),
+        };
+        if !matches!(decision, Decision::Refused) {
+            self.decide_shadow_rules(table, now, context);
+        }
+        decision
+    }
+
+    /// As [`ChargePlan::decide`] for the enforced rules, with counters of any kind.
+    fn decide_layers_of_any_kind<const W: usize>(
+        &self,
+        has_default_windows: bool,
+        table: &Table<W>,
+        now: DecisionTime<'_>,
+        context: &mut DecisionContext,
+    ) -> Decision {
+        let decision = match has_default_windows {
             true => self.acquire_layers_of_any_kind(self.enforced(), table, now, context, true),
             false => {
                 let layers = self.layers_of_request(context, now.unix_ms);
@@ -58,8 +76,8 @@ impl ChargePlan {
                 decision
             }
         };
-        if !matches!(decision, Decision::Refused) {
-            self.decide_shadow_rules(table, now, context);
+        if let Decision::Refused = decision {
+            self.charge_refusal(table, context, ChargePosition::FIRST);
         }
         decision
     }
@@ -90,7 +108,9 @@ impl ChargePlan {
             let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
             layers.clear();
             layers.extend(self.layers_of_rule(*position, keyed_request.variant));
+            let first = context.result.charges.len();
             if let Decision::Refused = self.acquire_layers(&layers, table, now, context, false) {
+                self.charge_refusal(table, context, first);
                 context.result.shadowed.push(*position);
             }
             context.scratch.layer_buffer = layers;
@@ -198,9 +218,6 @@ impl ChargePlan {
                     if self.has_penalties() {
                         self.start_penalties(table, now, context, first);
                     }
-                    if self.counts_refused() && !self.is_shared {
-                        self.charge_refusal(table, self.time(now_ms), context, first);
-                    }
                     return Decision::Refused;
                 }
             }
@@ -233,13 +250,15 @@ impl ChargePlan {
         context: &mut DecisionContext,
     ) -> bool {
         let layers = self.layers_of_request(context, now.unix_ms);
-        let all_fit = self.peek_until_current(table, now, context, |context, now_ms| match self.is_shared {
+        let mut all_fit = self.peek_until_current(table, now, context, |context, now_ms| match self.is_shared {
             true => self.add_charges_for_peek(&layers, table, now_ms, context),
             false => context.add_charges(self.rule_set(), self.compiled_layers(&layers), now_ms, |_charge| ()),
         });
         if self.is_shared {
-            self.report_total_usage(table, context.result.decided_ms, context, ChargePosition::FIRST);
+            self.state_known_usage_of_leases(table, context.result.decided_ms, context, ChargePosition::FIRST, &[]);
             self.add_local_usage(table, context, ChargePosition::FIRST);
+            self.find_full_by_usage(context);
+            all_fit = context.result.charges.iter().all(|charge| !charge.is_full);
         }
         context.scratch.layer_buffer = layers;
         all_fit

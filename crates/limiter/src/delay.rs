@@ -17,6 +17,7 @@ use crate::handles::{ChargePosition, IdVec, LayerId, PlanPosition, RuleId};
 use crate::rule::OnLimit;
 use crate::rule_set::{KeyedRequest, RuleSet};
 use crate::sharded_counter::ShardReceipt;
+use crate::shared_counting::without_remote_usage;
 use crate::sliding_counter::SlidingCounter;
 use crate::table::{CounterResult, Table};
 use crate::window::Time;
@@ -57,10 +58,17 @@ impl ChargePlan {
                     recharge.push(charge.layer);
                 }
             }
+            let ends: Vec<u64> = context.result.charges.iter().map(|charge| charge.usage.end_ms).collect();
             let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
             if acquire_peeked(table, charges.as_mut_slice(), shard_receipts, time) == AcquireResult::Admitted {
-                context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
-                return Some(Decision::Delayed { until_ms, waiter, recharge });
+                // A refund may have ended the window after which the request reserves, and another request may have opened a later one.
+                let is_later = |(charge, end_ms): (&LayerCharge, &u64)| charge.is_full && charge.usage.end_ms > *end_ms;
+                if !context.result.charges.iter().zip(&ends).any(is_later) {
+                    context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
+                    return Some(Decision::Delayed { until_ms, waiter, recharge });
+                }
+                let receipts = context.take_receipts(ChargePosition::FIRST);
+                self.rule_set().refund(&receipts, u32::MAX, table, time.now_ms);
             }
             // Another request took the tokens: peek again.
             context.result.charges.iter_mut().zip(&requests).for_each(|(charge, request)| charge.request = *request);
@@ -217,19 +225,22 @@ impl ChargePlan {
         }
     }
 
-    /// Lets a refused request consume the remaining tokens, in layers of rules that count refusals.
+    /// Lets a refused request consume the remaining tokens, in layers of rules that count refusals. Shared counters are charged by
+    /// the store.
     #[cold]
     pub fn charge_refusal<const W: usize>(
         &self,
         table: &Table<W>,
-        time: Time<'_>,
         context: &mut DecisionContext,
         first: ChargePosition,
     ) {
+        if !self.counts_refused() {
+            return;
+        }
+        let time = self.time(context.result.decided_ms);
         for charge in &mut context.result.charges[first..] {
-            // Shared counters are charged by the store.
             if charge.mode.is_local() && self.rule_of(charge.layer).rule.count_refused {
-                acquire_remaining(charge, table, time);
+                without_remote_usage(charge, table, time.now_ms, |charge| acquire_remaining(charge, table, time));
             }
         }
     }

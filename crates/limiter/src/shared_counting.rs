@@ -75,7 +75,8 @@ impl ChargePlan {
         layers
     }
 
-    /// Charges layers by the counting modes in the context, all or none, and appends them to the charges there.
+    /// Charges layers by the counting modes in the context, all or none, and appends them to the charges there. A refusal counts in no
+    /// rule yet.
     pub fn decide_locally<const W: usize>(
         &self,
         layers: &[LayerRef],
@@ -96,14 +97,10 @@ impl ChargePlan {
         let decision = self.acquire_layers(layers, table, now, context, may_wait);
         let now_ms = context.result.decided_ms;
         match decision {
-            Decision::Refused => {
-                if self.lacks_only_tokens(table, now, context, first) {
-                    return LocalDecision::MissingTokens;
-                }
-                if self.counts_refused() {
-                    self.charge_refusal(table, self.time(now_ms), context, first);
-                }
+            Decision::Refused if self.lacks_only_tokens(table, now, context, first) => {
+                return LocalDecision::MissingTokens;
             }
+            Decision::Refused => {}
             Decision::Admitted | Decision::Delayed { .. } => context.find_low_leases(first),
         }
         self.report_total_usage(table, now_ms, context, first);
@@ -332,6 +329,16 @@ impl ChargePlan {
         }
     }
 
+    /// Finds the charges of leases that are full by the usage that they state: tokens that are not leased may be left.
+    pub(super) fn find_full_by_usage(&self, context: &mut DecisionContext) {
+        for charge in context.result.charges.iter_mut().filter(|charge| charge.mode == CountingMode::Leased) {
+            if let Some(keyed_request) = context.inputs.keyed_requests[charge.layer.position] {
+                let request = self.layer(charge.layer).new_charge(keyed_request, 0, 0).request;
+                charge.is_full = !charge.usage.admits(request);
+            }
+        }
+    }
+
     /// Makes charges of leases that lacked tokens state the capacity of the layer, and as little usage as they know of, unless they
     /// state the usage of the counter already.
     pub fn state_capacity_of_leases(&self, context: &mut DecisionContext, first: ChargePosition) {
@@ -440,6 +447,16 @@ impl ChargePlan {
         }
     }
 
+    /// Makes the charges from `first` on state the known usage of each layer.
+    pub fn state_usage(&self, known: &[(LayerRef, Usage)], context: &mut DecisionContext, first: ChargePosition) {
+        for charge in &mut context.result.charges[first..] {
+            if let Some((_, usage)) = known.iter().find(|(known, _)| *known == charge.layer) {
+                charge.usage = *usage;
+            }
+            charge.is_full = !charge.usage.admits(charge.request);
+        }
+    }
+
     /// Requests tokens of the windows in which rules admit a delayed request; `known` is the usage of each layer, and `earlier` the
     /// charges that are made already, before those of full rules. Returns the layers whose windows will have ended by the time that
     /// the last rule admits it.
@@ -453,11 +470,8 @@ impl ChargePlan {
     ) -> Vec<LayerRef> {
         let until_ms = admission_times.iter().copied().max().unwrap_or(time.now_ms);
         let mut recharge = Vec::new();
+        self.state_usage(known, context, earlier.end);
         for charge in &mut context.result.charges[earlier.end..] {
-            if let Some((_, usage)) = known.iter().find(|(known, _)| *known == charge.layer) {
-                charge.usage = *usage;
-            }
-            charge.is_full = !charge.usage.admits(charge.request);
             let admit_at_ms = admission_times[charge.layer.position];
             if admit_at_ms > time.now_ms {
                 let end_ms = self.request_window_at(charge, admit_at_ms, time);
@@ -523,6 +537,23 @@ impl ChargePlan {
             context.result.charges.push(LayerCharge { layer: *layer_ref, mode, charge });
         }
     }
+}
+
+/// Takes the known usage of other gateways out of a local charge that states the usage of all, during `change`.
+pub(super) fn without_remote_usage<const W: usize>(
+    charge: &mut LayerCharge,
+    table: &Table<W>,
+    now_ms: u64,
+    change: impl FnOnce(&mut Charge),
+) {
+    let whole = charge.request.ceiling;
+    let remote =
+        if charge.mode == CountingMode::LocalFallback { remote_usage(charge.counter, table, now_ms) } else { 0 };
+    charge.request.ceiling = whole.saturating_sub(remote);
+    charge.usage.used = charge.usage.used.saturating_sub(remote);
+    change(charge);
+    charge.request.ceiling = whole;
+    charge.usage.used += remote;
 }
 
 /// Reduces the ceiling of a local charge by the known usage of other gateways.

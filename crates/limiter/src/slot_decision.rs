@@ -77,15 +77,13 @@ impl ChargePlan {
         }
     }
 
-    /// Completes the result of a request that found no free slot: peeks at its counters, and charges them where refusals
-    /// count.
+    /// Completes the result of a request that is refused before or after its windows were decided, as by a lack of slots: peeks at
+    /// its counters, starts penalties of full windows, and charges the counters where refusals count.
     #[cold]
     pub fn refuse<const W: usize>(&self, table: &Table<W>, now: DecisionTime<'_>, context: &mut DecisionContext) {
         self.peek(table, now, context);
-        if self.counts_refused() {
-            let time = self.time(context.result.decided_ms);
-            self.charge_refusal(table, time, context, ChargePosition::FIRST);
-        }
+        self.start_penalties(table, now, context, ChargePosition::FIRST);
+        self.charge_refusal(table, context, ChargePosition::FIRST);
     }
 
     /// The key of a request under a rule, and its limit; `None` if the rule has none for this request.

@@ -305,7 +305,13 @@ impl SharedCounters {
         let base_request = self.counter_request(rule_set, layer, keyed_request, store_key, now_ms);
         let request = CounterRequest { need: 1, ceiling: 1, ..base_request };
         match self.acquire(&[request]).await {
-            Ok(AcquireReply::Granted { .. } | AcquireReply::Refused { .. }) => {}
+            // Another gateway may have started it before.
+            Ok(AcquireReply::Granted { counters, .. } | AcquireReply::Refused { counters, .. }) => {
+                let counter = layer.counter(keyed_request);
+                let note =
+                    |reply: &CounterReply| self.note_store_usage(counter, layer.request.kind, *reply, reply.used, 0);
+                counters.iter().for_each(|reply| _ = note(reply));
+            }
             Ok(AcquireReply::OtherWindow { .. }) | Err(_) => {
                 let clock = || self.clock.now().unix_ms;
                 rule_set.start_penalty(rule, keyed_request, &self.table, DecisionTime::read(&clock));
@@ -622,7 +628,10 @@ impl SharedDecision {
             match charge_plan.decide_locally(&others, &shared.table, now, &mut self.context, false) {
                 LocalDecision::Decided(Decision::Admitted) => {}
                 LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => {
-                    return NextStep::Done(Decision::Refused);
+                    let table = &shared.table;
+                    let first_reserved = charge_plan.add_prepared_charges(&reserved, table, now_ms, &mut self.context);
+                    charge_plan.state_usage(&usages, &mut self.context, first_reserved);
+                    return self.refuse_here(charge_plan, first);
                 }
                 LocalDecision::MissingTokens => return NextStep::Fetch { first },
             }
@@ -651,6 +660,7 @@ impl SharedDecision {
                     return self.resume(charge_plan);
                 }
                 SendResult::Refused => {
+                    self.context.subtract_costs(first, first_reserved);
                     now = DecisionTime::read(&clock);
                     charge_plan.refresh_usage(&shared.table, now.unix_ms, &mut self.context, first_local);
                 }
@@ -660,7 +670,7 @@ impl SharedDecision {
                 }
             }
         }
-        NextStep::Done(Decision::Refused)
+        self.refuse_here(charge_plan, first)
     }
 
     /// Divides the layers of a request that reserves by what decides them.

@@ -165,6 +165,11 @@ impl DecisionProgress {
         }
     }
 
+    /// Whether a refusal counts in this decision. A delayed request that is refused after all counts once it is refunded.
+    fn counts_refusal(&self) -> bool {
+        self.recharged.is_none()
+    }
+
     /// Sets how each rule is counted in the next step.
     fn set_counting_modes(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) {
         charge_plan.set_counting_modes(|position| self.without_store[position], &mut context.sharing.counting_modes);
@@ -229,18 +234,20 @@ impl SharedCounters {
         decision: &Decision,
         store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
-        if matches!(decision, Decision::Refused) {
+        if matches!(decision, Decision::Refused) && progress.counts_refusal() {
             self.add_layers_not_sent(charge_plan, context, progress, &store_key);
         }
         if matches!(decision, Decision::Refused) || !context.result.shadowed.is_empty() {
             self.start_penalties(charge_plan, context, &store_key);
-            self.charge_refused_request(charge_plan, context, progress, &store_key);
+            if progress.counts_refusal() {
+                self.charge_refused_request(charge_plan, context, progress, &store_key);
+            }
             self.recheck(charge_plan, context, store_key);
         }
     }
 
-    /// Charges a request that was refused without asking the store, in rules that count refusals. `context` has the usage of
-    /// its counters.
+    /// Charges a request that was refused without asking the store, in rules that count refusals, and starts penalties of full
+    /// windows. `context` has the usage of its counters.
     pub fn charge_refusal(
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
@@ -248,6 +255,7 @@ impl SharedCounters {
         store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         let progress = DecisionProgress::new(charge_plan);
+        self.start_penalties(charge_plan, context, &store_key);
         self.charge_refused_request(charge_plan, context, &progress, store_key);
     }
 
@@ -308,7 +316,10 @@ impl SharedCounters {
                 self.count_outage_decisions(charge_plan, progress);
             }
             match (decision, shadow.flatten()) {
-                (Decision::Refused, Some(position)) => context.result.shadowed.push(position),
+                (Decision::Refused, Some(position)) => {
+                    charge_plan.charge_refusal(&self.table, context, first);
+                    context.result.shadowed.push(position);
+                }
                 (Decision::Refused, None)
                     if charge_plan.may_be_delayed(context)
                         && context.sharing.counting_modes.as_slice().contains(&CountingMode::Leased) =>
@@ -317,6 +328,9 @@ impl SharedCounters {
                 }
                 (Decision::Refused, None) => {
                     context.return_layer_buffer(layers);
+                    if progress.counts_refusal() {
+                        charge_plan.charge_refusal(&self.table, context, first);
+                    }
                     return NextStep::Done(Decision::Refused);
                 }
                 (admitted, shadow) => {
@@ -413,25 +427,25 @@ impl SharedDecision {
         if let Some(position) = shadow {
             self.context.result.shadowed.push(position);
             self.progress.group += 1;
-            self.count_refusal_here(charge_plan, first);
+            charge_plan.charge_refusal(&self.shared.table, &mut self.context, first);
             return None;
         }
-        if !charge_plan.may_be_delayed(&self.context) {
-            self.count_refusal_here(charge_plan, first);
-            return Some(NextStep::Done(Decision::Refused));
-        }
         let now_ms = self.shared.clock.now().unix_ms;
-        let layers = self.progress.layers(charge_plan, &mut self.context, now_ms);
         self.context.result.decided_ms = now_ms;
+        if !charge_plan.may_be_delayed(&self.context) {
+            return Some(self.refuse_here(charge_plan, first));
+        }
+        let layers = self.progress.layers(charge_plan, &mut self.context, now_ms);
         Some(NextStep::Reserve { first, layers })
     }
 
-    /// Charges a request that the store has refused, in layers that are counted here, of rules with `count_refused`.
-    fn count_refusal_here(&mut self, charge_plan: &ChargePlan, first: ChargePosition) {
-        if charge_plan.counts_refused() {
-            let time = charge_plan.time(self.shared.clock.now().unix_ms);
-            charge_plan.charge_refusal(&self.shared.table, time, &mut self.context, first);
+    /// Refuses the request in its enforced rules, whose charges begin at `first`: it is charged in layers that are counted here, of
+    /// rules with `count_refused`.
+    pub(super) fn refuse_here(&mut self, charge_plan: &ChargePlan, first: ChargePosition) -> NextStep {
+        if self.progress.counts_refusal() {
+            charge_plan.charge_refusal(&self.shared.table, &mut self.context, first);
         }
+        NextStep::Done(Decision::Refused)
     }
 
     /// The store key of a rule; `None` if the rule is not shared or does not apply.
