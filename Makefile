@@ -253,7 +253,7 @@ $(PARTS)/%/installed: tests/external/%.txt | $(PARTS)/pip/bin/pip
 	@echo "Installing from PyPI into $(@D): $$(tr '\n' ' ' <$<)"
 	rm -rf $(@D)
 	python3 -m venv --without-pip $(@D)
-	$(PARTS)/pip/bin/pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --requirement $<
+	$(PARTS)/pip/bin/pip --python $(@D)/bin/python install --quiet --no-compile --disable-pip-version-check --requirement $<
 	touch $@
 
 # One pip for all environments.

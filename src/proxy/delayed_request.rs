@@ -132,8 +132,8 @@ impl DelayedRequest {
         let mut context = self.config.scratch().context.clone();
         context.inputs.keyed_requests.clone_from(&self.keyed_requests);
         let to_recharge = std::mem::take(&mut self.to_recharge);
-        let counters = &self.worker.counters;
-        let outcome = counters.recharge(charge_plan, to_recharge, context, &self.store_charges.keys).await;
+        let worker = Rc::clone(&self.worker);
+        let outcome = worker.counters.recharge(charge_plan, to_recharge, context, &self.store_charges.keys).await;
         let outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
         let SharedOutcome { decision, mut context, refunds, .. } = outcome;
         match decision {
@@ -149,7 +149,9 @@ impl DelayedRequest {
                 self.refund();
                 // The response states all layers as they are now.
                 let store_keys = &self.store_charges.keys;
-                counters.refuse(charge_plan, &mut context, |position| store_keys.get(position).cloned().flatten());
+                worker
+                    .counters
+                    .refuse(charge_plan, &mut context, |position| store_keys.get(position).cloned().flatten());
                 charge_plan.peek_slots(&mut context);
                 record.release_slots(&mut context);
                 let verdicts = charge_plan.verdicts(&context, &Decision::Refused);

@@ -229,9 +229,9 @@ fn a_waiter_that_another_rule_refuses_is_refunded() {
 #[test]
 fn a_waiter_that_another_rule_refuses_counts_once_where_refusals_count() {
     let upstream = Upstream::always(200);
-    let counting = "[rules.c]\nkey = \"global\"\nwindows = [\"9/hour\"]\ncount_refused = true\n";
-    let toml = per_client_and_global(&upstream, "2/50s").replace("[\"r\", \"all\"]", "[\"r\", \"all\", \"c\"]");
-    let gateway = Gateway::start(&(counting.to_owned() + &toml));
+    let counting = "[rules.c]\nkey = \"global\"\nwindows = [\"9/hour\"]\ncount_refused = true\n[[routes]]";
+    let toml = per_client_and_global(&upstream, "2/50s").replace("\"all\"]", "\"all\", \"c\"]");
+    let gateway = Gateway::start(&toml.replace("[[routes]]", counting));
     gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
     let mut waits = send_and_wait_as(&gateway, "a", "/a2");
     gateway.advance_s(55);

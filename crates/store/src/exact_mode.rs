@@ -307,10 +307,9 @@ impl SharedCounters {
         match self.acquire(&[request]).await {
             // Another gateway may have started it before.
             Ok(AcquireReply::Granted { counters, .. } | AcquireReply::Refused { counters, .. }) => {
-                let counter = layer.counter(keyed_request);
-                let note =
-                    |reply: &CounterReply| self.note_store_usage(counter, layer.request.kind, *reply, reply.used, 0);
-                counters.iter().for_each(|reply| _ = note(reply));
+                let layer = rule_set.layer(layer);
+                let (counter, kind) = (layer.counter(keyed_request), layer.request.kind);
+                counters.iter().for_each(|reply| _ = self.note_store_usage(counter, kind, *reply, reply.used, 0));
             }
             Ok(AcquireReply::OtherWindow { .. }) | Err(_) => {
                 let clock = || self.clock.now().unix_ms;

@@ -282,7 +282,7 @@ impl TestStore {
     fn refund(&self, keys: &[String], arguments: &[String]) -> i64 {
         let tokens = arguments.chunks(5).map(|fields| fields[3].parse().unwrap());
         self.0.calls.borrow_mut().push(Call::Refund(keys.iter().cloned().zip(tokens).collect()));
-        self.0.counters.borrow_mut().refund(keys, arguments, self.now_ms())
+        self.0.counters.borrow_mut().refund(keys, arguments, self.now_ms()).0
     }
 }
 

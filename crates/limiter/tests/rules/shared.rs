@@ -319,11 +319,25 @@ fn missing_tokens_are_fetched_before_a_request_waits() {
 fn a_counted_refusal_is_charged_once() {
     let layers = vec![plain(10, END_MS), plain(100, 1000)];
     let mut gateway = Gateway::with_large_table(&[Rule { layers, count_refused: true, ..leased(1) }]);
-    assert_eq!((decide(&mut gateway, 7, true), decide(&mut gateway, 5, true)), (Some(Admitted), Some(Refused)));
+    let refuse = |gateway: &mut Gateway<8>, cost: u32, in_outage: bool| {
+        assert_eq!(decide(gateway, cost, in_outage), Some(Refused));
+        let Gateway { charge_plan, table, context } = gateway;
+        charge_plan.charge_refusal(table, context, 0);
+    };
+    assert_eq!(decide(&mut gateway, 7, true), Some(Admitted));
+    refuse(&mut gateway, 5, true);
     assert_eq!(reported(&gateway.context), [(10, 10), (12, 100)]);
-    assert_eq!(decide(&mut gateway, 101, false), Some(Refused));
+    refuse(&mut gateway, 101, false);
     assert_eq!(decide(&mut gateway, 0, true), Some(Admitted));
     assert_eq!(reported(&gateway.context), [(10, 10), (12, 100)]);
+    // Others have used three tokens.
+    let mut gateway = Gateway::with_large_table(&[Rule { count_refused: true, ..leased(10) }]);
+    know(&gateway, 3);
+    assert_eq!(decide(&mut gateway, 5, true), Some(Admitted));
+    refuse(&mut gateway, 4, true);
+    assert_eq!(reported(&gateway.context), [(10, 10)]);
+    assert_eq!(decide(&mut gateway, 0, true), Some(Admitted));
+    assert_eq!(reported(&gateway.context), [(10, 10)]);
 }
 
 #[test]
@@ -335,10 +349,12 @@ fn a_peek_states_the_usage_of_all_gateways() {
         set_inputs(&mut gateway, 2, false);
         let Gateway { charge_plan, table, context } = &mut gateway;
         let now = DecisionTime::read(&|| NOW_MS);
-        assert!(charge_plan.peek(table, now, context));
-        assert_eq!(reported(context), [(5, 10)]);
-        context.inputs.keyed_requests[PlanPosition::at(0)].as_mut().expect("the rule applies").cost = 3;
-        assert!(!charge_plan.peek(table, now, context));
+        // The lease holds two tokens, and the store has more.
+        for (cost, fits) in [(2, true), (5, true), (6, false)] {
+            context.inputs.keyed_requests[PlanPosition::at(0)].as_mut().expect("the rule applies").cost = cost;
+            assert_eq!(charge_plan.peek(table, now, context), fits);
+            assert_eq!((context.result.charges[0].is_full, reported(context)), (!fits, vec![(5, 10)]));
+        }
         charge_plan.set_counting_modes(|_rule| true, &mut context.sharing.counting_modes);
         for (cost, fits) in [(3, true), (4, false)] {
             context.inputs.keyed_requests[PlanPosition::at(0)].as_mut().expect("the rule applies").cost = cost;
