@@ -108,7 +108,7 @@ impl ChargePlan {
             let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
             layers.clear();
             layers.extend(self.layers_of_rule(*position, keyed_request.variant));
-            let first = context.result.charges.len();
+            let first = context.result.charges.next_id();
             if let Decision::Refused = self.acquire_layers(&layers, table, now, context, false) {
                 self.charge_refusal(table, context, first);
                 context.result.shadowed.push(*position);

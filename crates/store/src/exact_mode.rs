@@ -627,7 +627,7 @@ impl SharedDecision {
             match charge_plan.decide_locally(&others, &shared.table, now, &mut self.context, false) {
                 LocalDecision::Decided(Decision::Admitted) => {}
                 LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => {
-                    let table = &shared.table;
+                    let (reserved, table) = ([local, remote].concat(), &shared.table);
                     let first_reserved = charge_plan.add_prepared_charges(&reserved, table, now_ms, &mut self.context);
                     charge_plan.state_usage(&usages, &mut self.context, first_reserved);
                     return self.refuse_here(charge_plan, first);
@@ -659,7 +659,7 @@ impl SharedDecision {
                     return self.resume(charge_plan);
                 }
                 SendResult::Refused => {
-                    self.context.subtract_costs(first, first_reserved);
+                    self.context.subtract_costs(first, first_local);
                     now = DecisionTime::read(&clock);
                     charge_plan.refresh_usage(&shared.table, now.unix_ms, &mut self.context, first_local);
                 }

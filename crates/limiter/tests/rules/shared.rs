@@ -322,7 +322,7 @@ fn a_counted_refusal_is_charged_once() {
     let refuse = |gateway: &mut Gateway<8>, cost: u32, in_outage: bool| {
         assert_eq!(decide(gateway, cost, in_outage), Some(Refused));
         let Gateway { charge_plan, table, context } = gateway;
-        charge_plan.charge_refusal(table, context, 0);
+        charge_plan.charge_refusal(table, context, ChargePosition::FIRST);
     };
     assert_eq!(decide(&mut gateway, 7, true), Some(Admitted));
     refuse(&mut gateway, 5, true);
@@ -353,7 +353,10 @@ fn a_peek_states_the_usage_of_all_gateways() {
         for (cost, fits) in [(2, true), (5, true), (6, false)] {
             context.inputs.keyed_requests[PlanPosition::at(0)].as_mut().expect("the rule applies").cost = cost;
             assert_eq!(charge_plan.peek(table, now, context), fits);
-            assert_eq!((context.result.charges[0].is_full, reported(context)), (!fits, vec![(5, 10)]));
+            assert_eq!(
+                (context.result.charges[ChargePosition::FIRST].is_full, reported(context)),
+                (!fits, vec![(5, 10)])
+            );
         }
         charge_plan.set_counting_modes(|_rule| true, &mut context.sharing.counting_modes);
         for (cost, fits) in [(3, true), (4, false)] {
