@@ -111,8 +111,28 @@ struct ForwardPlan {
     /// Hash that selects the server, for upstreams with hash load balancing.
     server_key: Option<NonZeroU64>,
     actions: Option<Box<AppliedActions>>,
-    /// Answers the request instead of the upstream: the key of one rule could not be read, after other rules were charged.
+    /// Answers the request instead of the upstream: the body, or the key of one rule, could not be read. Other rules were charged.
     error: Option<Box<RequestError>>,
+}
+
+/// What the rules of a request have decided.
+enum RulesOutcome {
+    Decided {
+        evaluation: Evaluation,
+        actions: Option<Box<AppliedActions>>,
+        /// See [`ForwardPlan::error`].
+        error: Option<Box<RequestError>>,
+    },
+    ReadBody(Box<BodyReading>),
+}
+
+/// What rules can know of the body when they decide.
+enum BodyState {
+    /// All that they depend on.
+    Known,
+    Unread(Box<BodyReading>),
+    /// The body cannot be read. Only rules that do not depend on it decide.
+    Failed(Box<RequestError>),
 }
 
 /// What is known about a request besides its head.
@@ -124,8 +144,7 @@ struct RequestContext<'a> {
     /// Lower bound, from the head.
     body_bytes: u64,
     body: &'a ClientBody,
-    /// What was read of the body.
-    body_values: Option<&'a BodyValues>,
+    read_values: Option<&'a ReadValues>,
     now: Timestamp,
 }
 
@@ -135,13 +154,16 @@ impl RequestContext<'_> {
     }
 }
 
+/// What was read of a body, or why it could not be read.
+type ReadValues = Result<Box<BodyValues>, Box<RequestError>>;
+
 /// A request whose head has arrived.
 struct ReceivedRequest {
     config: Rc<WorkerConfig>,
     parts: Parts,
     body: ClientBody,
-    /// What was read of the body; `None` before.
-    body_values: Option<Box<BodyValues>>,
+    /// `None` before the body was read.
+    read_values: Option<ReadValues>,
     /// The usage of the stream is to be hidden.
     hides_usage: bool,
     client: ClientInfo,
@@ -175,7 +197,7 @@ pub fn handle(
         return ResponseFuture::Done(Some(error_response(&error, format, record)));
     }
     let received =
-        ReceivedRequest { config, parts, body, body_values: None, hides_usage: false, client, format, record };
+        ReceivedRequest { config, parts, body, read_values: None, hides_usage: false, client, format, record };
     respond(worker, peer, received, now, head_error)
 }
 
@@ -191,9 +213,9 @@ fn respond(
     let is_forward_auth = peer.connection.is_forward_auth;
     // On `forward_auth`, the proxy sends the head of the original request without its body.
     let body_bytes = if is_forward_auth { 0 } else { received.body.size_hint().lower() };
-    let ReceivedRequest { config, parts, body, body_values, client, format, record, .. } = &mut received;
-    let body_values = body_values.as_deref();
-    let request_context = RequestContext { worker, config, peer, client, body_bytes, body, body_values, now };
+    let ReceivedRequest { config, parts, body, read_values, client, format, record, .. } = &mut received;
+    let read_values = read_values.as_ref();
+    let request_context = RequestContext { worker, config, peer, client, body_bytes, body, read_values, now };
     let (mut plan, admission, pending) = match decide(&request_context, parts, head_error, format, record) {
         Ok(RequestOutcome::Forward { plan, admission, pending }) => (plan, admission, pending),
         Ok(RequestOutcome::Respond(reply)) => {
@@ -205,7 +227,8 @@ fn respond(
             return ResponseFuture::Done(Some(error_response(&error, received.format, received.record)));
         }
     };
-    let ReceivedRequest { config, mut parts, body, body_values, hides_usage, format, mut record, .. } = received;
+    let ReceivedRequest { config, mut parts, body, read_values, hides_usage, format, mut record, .. } = received;
+    let body_values = read_values.and_then(Result::ok);
     // Taken apart here, so that the future below stores each value only once.
     let Admission { mut fields, mut delay, mut pending_cost } = admission;
     let upload = match plan.websocket {
@@ -280,13 +303,15 @@ fn read_body(
 ) -> ResponseFuture {
     let (worker, peer) = (Rc::clone(worker), Rc::clone(peer));
     ResponseFuture::Waiting(Box::pin(async move {
-        match reading.read(received.body, &mut received.parts.headers, &peer.timer).await {
+        let headers = &mut received.parts.headers;
+        (received.body, received.read_values) = match reading.read(received.body, headers, &peer.timer).await {
             Ok(ReadBody { body, values, hides_usage }) => {
-                (received.body, received.body_values, received.hides_usage) = (body, Some(values), hides_usage);
-                respond(&worker, &peer, received, worker.clock.now(), None)
+                received.hides_usage = hides_usage;
+                (body, Some(Ok(values)))
             }
-            Err(error) => ResponseFuture::Done(Some(error_response(&error, received.format, received.record))),
-        }
+            Err(error) => (ClientBody::new(BodySource::Empty, headers, None), Some(Err(Box::new(error)))),
+        };
+        respond(&worker, &peer, received, worker.clock.now(), None)
     }))
 }
 
@@ -298,7 +323,7 @@ fn failed_response(
     pending_cost: &mut Option<Box<PendingCost>>,
 ) -> Response<ResponseBody> {
     // No response proves that the upstream did not act on what it has received.
-    *pending_cost = pending_cost.take().filter(|_| !error.error.is_of_request_body());
+    *pending_cost = pending_cost.take().filter(|_| !(error.may_be_sent && error.error.is_of_request_body()));
     pending_cost.iter_mut().for_each(|pending_cost| pending_cost.forwarding_failed(error));
     error_response(&error.error, format, record)
 }
@@ -347,7 +372,7 @@ fn decide(
         path: &path,
         uri: &parts.uri,
         headers: &parts.headers,
-        body: request_context.body_values,
+        body: request_context.read_values.and_then(|read| read.as_deref().ok()),
     };
     let clients = config.clients();
     let wall_ms = || worker.clock.wall_ms();
@@ -365,40 +390,13 @@ fn decide(
         check_access(access, &resolved, now, record)?;
     }
     resolved.check(&validated, request_context.body_bytes)?;
-    let unread = match body_reading(request_context, &resolved, &validated)? {
-        Some(body) if !is_refused_unread(worker, &resolved, context) => return Ok(RequestOutcome::ReadBody(body)),
-        // The rules refuse the request whatever its body says, which stays unread.
-        unread => unread,
-    };
-    let error = find_keys(config, &resolved, unread.is_some(), context, record)?;
-    rules.charge_plan.prefetch(&worker.counters.table, &context.inputs.keyed_requests);
-    let actions = actions.filter(|_| error.is_none()).map(|actions| actions.evaluate(&variables)).transpose()?;
-    let evaluation = match unread {
-        None => evaluate(worker, &resolved, context, record, now.unix_ms)?,
-        Some(_) if worker.counters.refuse_if_full(&rules.charge_plan, now.unix_ms, context) => {
-            Evaluation::Decided(Decision::Refused)
-        }
-        Some(reading) => return Ok(RequestOutcome::ReadBody(reading)),
+    let (evaluation, actions, error) = match decide_by_rules(request_context, &resolved, &validated, context, record)? {
+        RulesOutcome::Decided { evaluation, actions, error } => (evaluation, actions, error),
+        RulesOutcome::ReadBody(reading) => return Ok(RequestOutcome::ReadBody(reading)),
     };
     let (admission, pending) = match evaluation {
-        Evaluation::Pending(mut pending) => {
-            record.set_keys(&resolved);
-            pending.key_names = config.names_for_marks(&resolved);
-            // The decision will be counted without the request, which has the text of its keys.
-            config.name_keys(&resolved, &context.inputs.keyed_requests);
-            (Admission::default(), Some(pending))
-        }
+        Evaluation::Pending(pending) => (Admission::default(), Some(pending)),
         Evaluation::Decided(decision) => {
-            if record.needs_keys(context, &decision) {
-                record.set_keys(&resolved);
-            }
-            worker.metrics.decision_took(worker.clock.instant().duration_since(now.instant));
-            if let Decision::Refused = decision {
-                record.release_slots(context);
-            }
-            let verdicts = rules.charge_plan.verdicts(context, &decision);
-            record.record_decision(rules_id, verdicts);
-            config.count_keys(&resolved, verdicts);
             let decided_ms = context.result.decided_ms;
             if let Decision::Refused = decision {
                 let (id, headers) = (record.request_id(), std::mem::take(&mut parts.headers));
@@ -427,13 +425,67 @@ fn decide(
     Ok(RequestOutcome::Forward { plan, admission, pending })
 }
 
-/// Finds the key of each rule; of an unread request, only the keys of rules that do not depend on its body. Returns the error of a
-/// rule without one; the others are charged nevertheless.
+/// Finds the keys of the rules, lets them decide and charge, and counts the decision. Slots of a refused request are released.
+#[inline(always)]
+fn decide_by_rules(
+    request_context: &RequestContext<'_>,
+    resolved: &ResolvedRequest<'_>,
+    validated: &ValidatedRequest<'_>,
+    context: &mut DecisionContext,
+    record: &mut RequestRecord,
+) -> Result<RulesOutcome, RequestError> {
+    let RequestContext { worker, config, now, .. } = *request_context;
+    let charge_plan = &resolved.rules.charge_plan;
+    let body = match body_state(request_context, resolved, validated) {
+        BodyState::Unread(reading) if !is_refused_unread(worker, resolved, context) => {
+            return Ok(RulesOutcome::ReadBody(reading));
+        }
+        // An unread body stays unread: the rules refuse the request whatever it says.
+        body => body,
+    };
+    let error = find_keys(config, resolved, &body, context, record)?;
+    charge_plan.prefetch(&worker.counters.table, &context.inputs.keyed_requests);
+    let actions = resolved.actions().filter(|_| error.is_none());
+    let actions = actions.map(|actions| actions.evaluate(&resolved.variables())).transpose()?;
+    let mut evaluation = evaluate(worker, resolved, context, record, now.unix_ms)?;
+    if let BodyState::Unread(reading) = body
+        && !matches!(evaluation, Evaluation::Decided(Decision::Refused))
+    {
+        // A window or a slot has become free since the peek.
+        record.release_all_slots();
+        worker.counters.refund_decision(charge_plan, context);
+        return Ok(RulesOutcome::ReadBody(reading));
+    }
+    match &mut evaluation {
+        Evaluation::Pending(pending) => {
+            record.set_keys(resolved);
+            pending.key_names = config.names_for_marks(resolved);
+            // The decision will be counted without the request, which has the text of its keys.
+            config.name_keys(resolved, &context.inputs.keyed_requests);
+        }
+        Evaluation::Decided(decision) => {
+            if record.needs_keys(context, decision) {
+                record.set_keys(resolved);
+            }
+            worker.metrics.decision_took(worker.clock.instant().duration_since(now.instant));
+            if let Decision::Refused = decision {
+                record.release_slots(context);
+            }
+            let verdicts = charge_plan.verdicts(context, decision);
+            record.record_decision(resolved.route.rules, verdicts);
+            config.count_keys(resolved, verdicts);
+        }
+    }
+    Ok(RulesOutcome::Decided { evaluation, actions, error })
+}
+
+/// Finds the key of each rule; without the body, only the keys of rules that do not depend on it. Returns the error of the body or of
+/// a rule without a key; the others are charged nevertheless.
 #[inline(always)]
 fn find_keys(
     config: &WorkerConfig,
     resolved: &ResolvedRequest<'_>,
-    is_unread: bool,
+    body: &BodyState,
     context: &mut DecisionContext,
     record: &mut RequestRecord,
 ) -> Result<Option<Box<RequestError>>, RequestError> {
@@ -443,9 +495,13 @@ fn find_keys(
         Some(NotCounted::Skipped) | None => {}
     };
     let keyed_requests = &mut context.inputs.keyed_requests;
-    let error = match is_unread {
-        false => resolved.find_keys(keyed_requests, found),
-        true => resolved.find_keys_without_body(keyed_requests, found),
+    let error = match body {
+        BodyState::Known => resolved.find_keys(keyed_requests, found),
+        BodyState::Unread(_) => resolved.find_keys_without_body(keyed_requests, found),
+        BodyState::Failed(error) => {
+            let _of_key = resolved.find_keys_without_body(keyed_requests, found);
+            Some((**error).clone())
+        }
     };
     match error {
         // No rule has a key to charge.
@@ -454,36 +510,39 @@ fn find_keys(
     }
 }
 
-/// What is read of the body before the decision; `None` if that was done, there is no body, or no rule depends on it.
 #[inline(always)]
-fn body_reading(
+fn body_state(
     request_context: &RequestContext<'_>,
     resolved: &ResolvedRequest<'_>,
     validated: &ValidatedRequest<'_>,
-) -> Result<Option<Box<BodyReading>>, RequestError> {
+) -> BodyState {
     let plan = resolved.rules.body_plan.as_ref();
-    plan.map_or(Ok(None), |plan| begin_body_reading(request_context, resolved, validated, plan))
+    plan.map_or(BodyState::Known, |plan| state_of_needed_body(request_context, resolved, validated, plan))
 }
 
+/// As [`body_state`], where rules depend on what `plan` reads of bodies.
 #[cold]
-fn begin_body_reading(
+fn state_of_needed_body(
     request_context: &RequestContext<'_>,
     resolved: &ResolvedRequest<'_>,
     validated: &ValidatedRequest<'_>,
     plan: &Arc<BodyPlan>,
-) -> Result<Option<Box<BodyReading>>, RequestError> {
-    let RequestContext { worker, config, peer, body, body_bytes, body_values, .. } = request_context;
-    let is_done = body_values.is_some()
+) -> BodyState {
+    let RequestContext { worker, config, peer, body, body_bytes, read_values, .. } = request_context;
+    if let Some(Err(error)) = read_values {
+        return BodyState::Failed(error.clone());
+    }
+    let is_known = read_values.is_some()
         || body.is_end_stream()
         || validated.websocket.is_some()
         || peer.connection.is_forward_auth;
-    if is_done {
-        return Ok(None);
+    if is_known {
+        return BodyState::Known;
     }
     let (served, actions) = (&*config.served, resolved.actions());
     let max_bytes = served.body_key_limit(actions);
     if *body_bytes > max_bytes as u64 {
-        return Err(RequestError::BodyTooLarge(max_bytes as u64));
+        return BodyState::Failed(Box::new(RequestError::BodyTooLarge(max_bytes as u64)));
     }
     let timeout = timeouts_of(served, actions).body;
     let limits = upload_limits(worker, served, resolved.route_id);
@@ -491,7 +550,7 @@ fn begin_body_reading(
     // Other requests of these APIs have no such member, and servers refuse it.
     let is_completion = || resolved.attributes.path.ends_with("/completions");
     let set_include_usage = set_include_usage.is_some_and(|actions| actions.set_include_usage && is_completion());
-    Ok(Some(Box::new(BodyReading { plan: Arc::clone(plan), max_bytes, limits, timeout, set_include_usage })))
+    BodyState::Unread(Box::new(BodyReading { plan: Arc::clone(plan), max_bytes, limits, timeout, set_include_usage }))
 }
 
 /// Whether rules that do not depend on the body refuse the request: then its body costs no memory and time. The error of a rule
@@ -596,7 +655,7 @@ async fn forward(
     record: &mut RequestRecord,
 ) -> Result<Response<Content>, ForwardError> {
     if let Some(error) = plan.error.take() {
-        return Err((*error).into());
+        return Err(ForwardError { error: *error, may_be_sent: false });
     }
     if peer.connection.is_forward_auth {
         let reply = plan.actions.as_mut().and_then(|actions| actions.direct_response.take());

@@ -10,8 +10,13 @@ use crate::count_when::documented;
 use crate::support::client::{Client, HOST, request};
 use crate::support::external_scripts::{ScriptServer, run_checks_of};
 use crate::support::gateway::Gateway;
-use crate::support::http2_client::Http2Client;
+use crate::support::gateway_group::LONG_TIMEOUT;
+use crate::support::http2_client::{
+    DATA, END_HEADERS, END_STREAM, HEADERS, Http2Client, RawHttp2, STATUS_200, frame, request_block,
+};
+use crate::support::process::Process;
 use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::redis::RedisServer;
 use crate::support::upstream::{Upstream, reply};
 use crate::support::{TempDir, eventually_eq};
 
@@ -148,6 +153,183 @@ fn what_is_refused_anyway_is_refused_before_its_body_is_read() {
     (0..2).for_each(|_| drop(gateway.client().request("POST", "/a", &[], body).expect(200)));
     let refused = gateway.client().request("POST", "/a", &[], body).expect(429);
     assert_eq!((remaining(&refused, "calls"), remaining(&refused, "models")), (0, 6));
+}
+
+/// A rule by model, and rules that do not depend on the body.
+const OTHERS: &str = r#"
+[rules.models]
+key = ["ip", "json:/model"]
+on_missing_key = "ip"
+windows = ["99/day"]
+[rules.calls]
+key = "ip"
+windows = ["7/day"]
+[rules.reserved]
+key = "ip"
+windows = ["900/day"]
+cost = { usage = "auto", reserve = 100 }
+[rules.slots]
+key = "ip"
+concurrent = 1
+[[routes]]
+path = "/a"
+upstream = "u"
+rules = ["models", "calls", "reserved"]
+[[routes]]
+path = "/slots"
+upstream = "u"
+rules = ["models", "calls", "slots"]
+[[routes]]
+path = "/slots-alone"
+upstream = "u"
+rules = ["calls", "slots"]
+"#;
+
+fn decided(gateway: &Gateway, rule: &str) -> u64 {
+    gateway.metrics().sum("transom_decisions_total", &[("rule", rule)])
+}
+
+/// As where bodies pass unread: otherwise, a client could send such requests without limit.
+#[test]
+fn bodies_that_cannot_be_read_count_in_rules_that_do_not_depend_on_them() {
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&format!("body_key_limit = \"1KiB\"\n{}{OTHERS}", upstream.toml("u")));
+    let long = format!("{{\"model\":\"{}\"}}", "a".repeat(1100));
+    let chunked = format!("{:x}\r\n{long}\r\n0\r\n\r\n", long.len());
+    let length = long.len().to_string();
+    let repeated = r#"{"model":"a","model":"b"}"#;
+    // What is left of `calls`, and the status.
+    for (left, fields, body, status) in [
+        (6, [("Content-Length", "25")], repeated, 400),
+        (5, [("Content-Length", length.as_str())], "", 413),
+        (4, [("Transfer-Encoding", "chunked")], &chunked, 413),
+        (3, [("Content-Length", "99")], "{", 400),
+    ] {
+        let mut client = gateway.client();
+        client.send(request("POST", "/a", &fields, b"")).send(body);
+        if body == "{" {
+            client.shutdown_write();
+        }
+        let response = client.read_response().expect(status);
+        let names: Vec<_> = items(&response, "ratelimit").into_iter().map(|item| item.name).collect();
+        assert_eq!((remaining(&response, "calls"), remaining(&response, "reserved")), (left, 900), "{status}");
+        assert_eq!(names.len(), 2, "{names:?}");
+    }
+    let coded = gateway.client().request("POST", "/a", &[("Content-Encoding", "compress")], b"{}").expect(415);
+    assert_eq!(remaining(&coded, "calls"), 2);
+    let mut http2 = Http2Client::connect(gateway.http);
+    for left in [1, 0] {
+        assert_eq!(remaining(&http2.request_path("POST", "/a", &[], long.as_bytes()).expect(413), "calls"), left);
+    }
+    http2.request_path("POST", "/a", &[], long.as_bytes()).expect(429);
+    gateway.client().request("POST", "/a", &[], repeated.as_bytes()).expect(429);
+    assert_eq!((decided(&gateway, "models"), upstream.received().len()), (0, 0));
+}
+
+/// A request that a client sends without its body.
+fn without_body(path: &str) -> Vec<u8> {
+    request("POST", path, &[("Content-Length", "13")], b"")
+}
+
+#[test]
+fn a_request_without_a_slot_is_refused_before_its_body_is_read() {
+    let upstream = Upstream::always(200);
+    for count_refused in ["", "count_refused = true\n"] {
+        let others = OTHERS.replace("[rules.calls]\n", &format!("[rules.calls]\n{count_refused}"));
+        let gateway = Gateway::start(&format!("{}{others}", upstream.toml("u")));
+        let mut held = gateway.client();
+        held.send(request("POST", "/slots-alone", &[("Content-Length", "2")], b"")).send("a");
+        eventually_eq(|| gateway.metrics().sum("transom_concurrent_requests", &[("rule", "slots")]), 1);
+        let [refused, alone] = ["/slots", "/slots-alone"].map(|path| {
+            let response = gateway.client().send(without_body(path)).read_response().expect(429);
+            assert_eq!(response.problem()["violated-policies"], json!(["slots"]));
+            (response.text(), remaining(&response, "calls"))
+        });
+        let counted = u64::from(!count_refused.is_empty());
+        assert_eq!((refused.0, refused.1), (alone.0, alone.1 + counted));
+        assert_eq!(decided(&gateway, "models"), 0);
+        held.send("b").read_response().expect(200);
+        eventually_eq(|| gateway.metrics().sum("transom_concurrent_requests", &[("rule", "slots")]), 0);
+        let admitted = gateway.client().request("POST", "/slots", &[], br#"{"model":"a"}"#).expect(200);
+        assert_eq!(remaining(&admitted, "models"), 98);
+    }
+}
+
+/// The client sends the body before the refusal, after it, or never.
+#[test]
+fn connections_after_a_refusal_before_the_body() {
+    let upstream = Upstream::always(200);
+    let others = OTHERS.replace("[\"7/day\"]", "[\"1/day\"]");
+    let gateway =
+        Gateway::start(&format!("{}{others}[[routes]]\npath = \"/free\"\nupstream = \"u\"\n", upstream.toml("u")));
+    let body = br#"{"model":"a"}"#;
+    gateway.client().request("POST", "/a", &[], body).expect(200);
+    let mut client = gateway.client();
+    client.send([without_body("/a"), body.to_vec(), without_body("/free"), body.to_vec()].concat());
+    assert_eq!([(); 2].map(|()| client.read_response().status), [429, 200]);
+    client.get("/free").expect(200);
+    client.send(without_body("/a")).read_response().expect(429);
+    client.expect_closed();
+    let mut client = gateway.client();
+    // Whether the body or another request follows is not known.
+    let expecting = |length| request("POST", "/a", &[("Expect", "100-continue"), ("Content-Length", length)], b"");
+    let refused = client.send(expecting("13")).read_response().expect(429);
+    assert_eq!((refused.informational.len(), refused.field("connection")), (0, Some("close")));
+    client.expect_closed();
+    let mut raw = RawHttp2::connect(gateway.http);
+    for stream in [1, 5] {
+        raw.send(frame(HEADERS, END_HEADERS, stream, &request_block("POST", "/a")));
+        let head =
+            std::iter::from_fn(|| raw.next_frame()).find(|frame| frame.stream == stream && frame.kind == HEADERS);
+        assert_ne!(head.unwrap().payload[0], STATUS_200);
+        if stream == 1 {
+            raw.send(frame(DATA, END_STREAM, stream, body));
+        }
+        assert_eq!(raw.get(stream + 2, "/free").read_status(stream + 2), STATUS_200);
+    }
+    assert_eq!(decided(&gateway, "models"), 1);
+    gateway.advance_s(24 * 3600);
+    let mut client = gateway.client();
+    let too_long = client.send(expecting("9999999")).read_response().expect(413);
+    assert_eq!((too_long.informational.len(), remaining(&too_long, "calls")), (0, 0));
+    client.expect_closed();
+    gateway.advance_s(24 * 3600);
+    let mut client = gateway.client();
+    assert_eq!(client.send(expecting("13")).read_head().unwrap().status, 100);
+    client.send(body).read_response().expect(200);
+}
+
+/// Refusals count in penalties, and the store decides shared rules.
+#[test]
+fn bodies_are_read_before_rules_that_lock_out_or_are_shared_refuse() {
+    let (upstream, redis) = (Upstream::always(200), RedisServer::start());
+    let body = br#"{"model":"a"}"#;
+    let toml = |settings: &str, window: &str, penalty: &str| {
+        let windows = format!("windows = [\"{window}\"]\n");
+        format!(
+            "{settings}{}[rules.calls]\nkey = \"ip\"\n{windows}\
+             [rules.models]\nkey = \"json:/model\"\non_missing_key = \"refuse\"\n{windows}{penalty}\n\
+             [[routes]]\npath = \"/a\"\nupstream = \"u\"\nrules = [\"calls\", \"models\"]\n",
+            upstream.toml("u")
+        )
+    };
+    let check = |connect: &dyn Fn() -> Client| {
+        connect().request("POST", "/a", &[], body).expect(200);
+        let mut client = connect();
+        client.send(request("POST", "/a", &[("Expect", "100-continue"), ("Content-Length", "13")], b""));
+        assert_eq!(client.read_head().unwrap().status, 100);
+        let refused = client.send(body).read_response().expect(429);
+        let violated = refused.problem()["violated-policies"].clone();
+        assert!(violated.as_array().unwrap().contains(&json!("models")), "{violated}");
+    };
+    let gateway = Gateway::start(&toml("", "1/day", "penalty = \"48h\""));
+    check(&|| gateway.client());
+    gateway.advance_s(24 * 3600);
+    let locked_out = gateway.client().request("POST", "/a", &[], body).expect(429);
+    assert_eq!(locked_out.problem()["violated-policies"], json!(["models-penalty"]));
+    let shared = format!("[counters.shared]\nredis = \"{}\"\nmode = \"exact\"\n{LONG_TIMEOUT}", redis.url());
+    let process = Process::spawn(&toml(&shared, "1/366d", ""));
+    check(&|| process.client());
 }
 
 #[test]

@@ -120,29 +120,21 @@ impl CounterAccess {
         admits
     }
 
-    /// Whether local rules refuse a request at once: a peek, which charges nothing. `false` if all slots of a rule are in use.
+    /// Whether local rules that do not delay refuse a request: a peek, which charges nothing and takes no slot.
     pub fn refuses(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> bool {
-        let admits = self.peek(charge_plan, context);
-        let has_slots = context.result.concurrency.iter().all(|usage| usage.remaining() > 0);
-        has_slots && !admits && {
-            let decision = charge_plan.decide_peeked(admits, self.clock.now().unix_ms, context);
-            matches!(decision, Decision::Refused)
-        }
+        let clock = || self.clock.now().unix_ms;
+        let admits = charge_plan.peek(&self.table, DecisionTime::read(&clock), context);
+        let decision = charge_plan.decide_peeked(admits, self.clock.now().unix_ms, context);
+        matches!(decision, Decision::Refused)
     }
 
-    /// Refuses a request by local rules, as [`CounterAccess::decide`] does. `false`: a window has tokens again since the peek. The
-    /// charges are refunded then.
-    pub fn refuse_if_full(&self, charge_plan: &ChargePlan, now_ms: u64, context: &mut DecisionContext) -> bool {
-        let clock = || self.clock.now().unix_ms;
-        let decision = charge_plan.decide(&self.table, DecisionTime::starting_at(now_ms, &clock), context);
-        if let Decision::Refused = decision {
-            return true;
-        }
+    /// Refunds what the last decision has charged by local rules.
+    pub fn refund_decision(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) {
         for charged in context.take_receipts(ChargePosition::FIRST) {
             let until_ms = charged.receipt.end_ms();
+            let now_ms = context.result.decided_ms;
             self.deferred_refunds.refund([charged], until_ms, charge_plan.rule_set(), &self.table, now_ms);
         }
-        false
     }
 
     /// Charges what a request cost beyond its first charge, whatever remains.
