@@ -178,7 +178,7 @@ impl Explanation {
             body: None,
         };
         self.routes = Some(RouteChoice::new(served, &view.route_query()));
-        let body_values;
+        let body;
         let (mut params, tokens) = (Vec::new(), served.token_checker());
         let clients = served.decision_service.clients();
         let wall_ms = || counters.clock.wall_ms();
@@ -196,25 +196,35 @@ impl Explanation {
             (self.denied_by, self.decision) = (Some(denial.id()), Decision::Denied(RequestError::Denied.status()));
             return Ok(());
         }
-        resolved.check(&validated, body_bytes(&parts.headers).max(question.body.len() as u64))?;
-        if let Some(plan) = resolved.rules.body_plan.as_ref().filter(|_| !question.body.is_empty()) {
+        let body_bytes = body_bytes(&parts.headers).max(question.body.len() as u64);
+        resolved.check(&validated, body_bytes)?;
+        let rules = resolved.rules;
+        let has_body = body_bytes > 0 && validated.websocket.is_none();
+        body = rules.body_plan.as_ref().filter(|_| has_body).map(|plan| {
             let max_bytes = served.body_key_limit(resolved.actions());
-            body_values = read_values(plan, question.body.as_bytes(), &parts.headers, max_bytes)?;
-            resolved.attributes.body = Some(&body_values);
-        }
-        let mut keyed_requests = IdVec::new();
-        let error = resolved.find_keys(&mut keyed_requests, |position, found| {
-            let key = resolved.describe_key(position, &served.readable_digester);
-            let sources = |variant| resolved.rules.rule_keys[position].reserve_sources(&resolved.attributes, variant);
-            self.rules.push(RuleState::new(resolved.rules.charge_plan.rule(position), key, found, sources));
+            match body_bytes > max_bytes as u64 {
+                true => Err(RequestError::BodyTooLarge(max_bytes as u64)),
+                false => read_values(plan, question.body.as_bytes(), &parts.headers, max_bytes),
+            }
         });
+        resolved.attributes.body = body.as_ref().and_then(|body| body.as_ref().ok());
+        let mut keyed_requests = IdVec::new();
+        let mut error = resolved.find_keys(&mut keyed_requests, |position, found| {
+            let key = resolved.describe_key(position, &served.readable_digester);
+            let sources = |variant| rules.rule_keys[position].reserve_sources(&resolved.attributes, variant);
+            self.rules.push(RuleState::new(rules.charge_plan.rule(position), key, found, sources));
+        });
+        if let Some(Err(body_error)) = &body {
+            self.leave_out(&rules.body_rules, "the body cannot be read");
+            let _of_key = resolved.find_keys_without_body(&mut keyed_requests, |_position, _found| ());
+            error = Some(body_error.clone());
+        }
         let error = match error {
             Some(error) if keyed_requests.iter().all(Option::is_none) => return Err(error),
             error => error,
         };
         let actions = resolved.actions().filter(|_| error.is_none());
         let actions = actions.map(|actions| actions.evaluate(&resolved.variables())).transpose()?;
-        let rules = resolved.rules;
         for (position, keyed_request) in keyed_requests.enumerate() {
             if let Some(keyed_request) = *keyed_request {
                 let store_key = resolved.store_key(position);
@@ -222,9 +232,21 @@ impl Explanation {
                 self.rules[position].read_counters(served, rule, keyed_request, store_key, counters).await?;
             }
         }
+        if body.is_some() && rules.may_refuse_unread {
+            let refuses = |(position, rule): (PlanPosition, &RuleState)| {
+                !rules.body_rules.contains(&position) && !rule.is_shadow && rule.result == RuleResult::Refuses
+            };
+            if self.rules.enumerate().any(refuses) {
+                self.leave_out(&rules.body_rules, "other rules refuse the request before its body is read");
+            }
+        }
         self.now_ms = counters.clock.now().unix_ms;
         let direct_response = actions.and_then(|actions| actions.direct_response).map(|reply| reply.status().as_u16());
         self.conclude(served, rules, error, direct_response)
+    }
+
+    fn leave_out(&mut self, body_rules: &[PlanPosition], reason: &str) {
+        body_rules.iter().for_each(|position| self.rules[*position].leave_out(reason));
     }
 
     /// Combines the results of the rules: one refusal refuses the request.

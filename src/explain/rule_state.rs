@@ -15,7 +15,7 @@ use transom_limiter::rule::{KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::verdict::Outcome;
 use transom_limiter::window_kind::WindowKind;
-use transom_rules::rate_limit_key::{KeyDescription, KeyFailure, ReserveSource};
+use transom_rules::rate_limit_key::{KeyDescription, KeyFailure};
 use transom_rules::ratelimit_headers::seconds_until;
 use transom_store::counter_access::CounterAccess;
 use transom_store::decision_queries::{KeyQuery, KeyState};
@@ -123,7 +123,7 @@ impl RuleState {
         rule: &CompiledRule,
         key: KeyDescription,
         found: &Result<Option<KeyedRequest>, KeyFailure>,
-        reserve_sources: impl FnOnce(VariantId) -> Option<Vec<ReserveSource>>,
+        reserve_sources: impl FnOnce(VariantId) -> Option<Vec<&'static str>>,
     ) -> RuleState {
         let (result, reason, keyed_request) = match found {
             Ok(Some(keyed_request)) => (RuleResult::Admits, String::new(), Some(*keyed_request)),
@@ -136,9 +136,7 @@ impl RuleState {
             is_shared: rule.rule.sharing != Sharing::Local,
             store: None,
             has_plans: !rule.rule.plans.is_empty(),
-            reserve_sources: keyed_request
-                .and_then(|keyed_request| reserve_sources(keyed_request.variant))
-                .map(|sources| sources.into_iter().map(source_name).collect()),
+            reserve_sources: keyed_request.and_then(|keyed_request| reserve_sources(keyed_request.variant)),
             counted: keyed_request.map(|keyed_request| (Variant::of(rule, keyed_request.variant), keyed_request.cost)),
             key,
             result,
@@ -148,6 +146,13 @@ impl RuleState {
             concurrent: None,
             retry_at_ms: Some(0),
         }
+    }
+
+    /// The rule does not decide about the request.
+    pub fn leave_out(&mut self, reason: &str) {
+        (self.result, self.reason) = (RuleResult::NotCounted, String::from(reason));
+        (self.counted, self.reserve_sources, self.concurrent, self.retry_at_ms) = (None, None, None, Some(0));
+        self.windows.clear();
     }
 
     /// Reads the usage of the key, and decides by it.
@@ -311,18 +316,6 @@ impl Variant {
             (None, None) if variant != VariantId::DEFAULT => Variant::Client,
             (None, None) => Variant::Default,
         }
-    }
-}
-
-/// As in the configuration.
-fn source_name(source: ReserveSource) -> &'static str {
-    match source {
-        ReserveSource::Json => "json",
-        ReserveSource::Bytes => "bytes",
-        ReserveSource::Default => "default",
-        ReserveSource::Learnt => "learnt",
-        ReserveSource::Fixed => "reserve",
-        ReserveSource::Most => "max",
     }
 }
 

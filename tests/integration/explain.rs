@@ -1155,6 +1155,40 @@ fn the_command_explains_a_request_with_a_body() {
     assert!(out.contains("decision: error with 400"), "{out}");
 }
 
+/// Rules that depend on the body are left out where the gateway does not read it: it is refused before, or cannot be read.
+#[test]
+fn a_body_is_explained_as_the_gateway_treats_it() {
+    let rules = "[rules.calls]\nkey = \"ip\"\nwindows = [\"2/minute\"]\n\
+                 [rules.models]\nkey = \"json:/model\"\non_missing_key = \"refuse\"\nwindows = [\"1/day\"]\n";
+    let gateway = Gateway::start(&format!(
+        "[upstreams.u]\nbuiltin = \"echo\"\n{rules}\
+         [[routes]]\npath = \"/a\"\nupstream = \"u\"\nrules = [\"calls\", \"models\"]\n"
+    ));
+    let (body, repeated) = (r#"{"model":"a"}"#, r#"{"model":1,"Model":2}"#);
+    for (body, fields, results) in [
+        (body, None, ["admits", "admits"]),
+        (body, None, ["admits", "refuses"]),
+        (repeated, None, ["admits", "not counted"]),
+        (repeated, None, ["refuses", "not counted"]),
+        (body, None, ["refuses", "not counted"]),
+        ("", Some(("Content-Length", "9999999")), ["refuses", "not counted"]),
+    ] {
+        let headers: BTreeMap<_, _> = fields.into_iter().collect();
+        let question = json!({"method": "POST", "url": "http://a/a", "body": body, "headers": headers});
+        let found = explain(&gateway, &question);
+        let of_rules: Vec<_> = found["rules"].as_array().unwrap().iter().map(|rule| &rule["result"]).collect();
+        assert_eq!(of_rules, results, "{found:#}");
+        let fields: Vec<_> = headers.into_iter().collect();
+        let got = gateway.client().request("POST", "/a", &fields, body.as_bytes());
+        assert_agrees(&found, &got, "POST", rules, false, &format!("{body} {found:#} {got:?}"));
+    }
+    gateway.advance_s(60);
+    let too_long = json!({"method": "POST", "url": "http://a/a", "headers": {"Content-Length": "9999999"}});
+    let found = explain(&gateway, &too_long);
+    assert_eq!((&found["status"], &found["rules"][1]["result"]), (&json!(413), &json!("not counted")), "{found:#}");
+    gateway.client().request("POST", "/a", &[("Content-Length", "9999999")], b"").expect(413);
+}
+
 /// The gateway reads the file with the token again when it changes, and so does the command.
 #[test]
 fn the_command_sends_the_token() {

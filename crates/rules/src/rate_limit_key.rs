@@ -80,48 +80,32 @@ struct BodyReserve {
     learnt: Option<Arc<LearntCosts>>,
 }
 
-/// What a reserve is taken from.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ReserveSource {
-    /// The number that the request states.
-    Json,
-    /// The length of the body.
-    Bytes,
-    /// `default`.
-    Default,
-    /// What requests have cost.
-    Learnt,
-    /// The number that is set as `reserve`.
-    Fixed,
-    /// `max`, or the smallest capacity: the reserve was lowered to it.
-    Most,
-}
-
 impl BodyReserve {
-    /// At least 1: with a reserve of 0, a request would always be admitted. `from`: receives what it is taken from.
-    fn of_request(&self, body: Option<&BodyValues>, variant: VariantId, mut from: impl FnMut(ReserveSource)) -> u32 {
+    /// At least 1: with a reserve of 0, a request would always be admitted. `from` receives what it is taken from: settings of
+    /// the reserve, and `max` if it is lowered to that or to the smallest capacity.
+    fn of_request(&self, body: Option<&BodyValues>, variant: VariantId, mut from: impl FnMut(&'static str)) -> u32 {
         let model = body.and_then(BodyValues::model);
         let reserve = match &self.usage.reserve {
             Reserve::OfRequest { output, bytes_per_input, default } => {
                 let stated = output.as_ref().zip(body).and_then(|(pointer, body)| body.number(pointer));
-                from(if stated.is_some() { ReserveSource::Json } else { ReserveSource::Default });
+                from(if stated.is_some() { "json" } else { "default" });
                 let bytes = body.map_or(0, BodyValues::bytes);
                 let input = bytes_per_input.map_or(0, |per_token| bytes.div_ceil(per_token as usize));
                 if input > 0 {
-                    from(ReserveSource::Bytes);
+                    from("bytes");
                 }
                 let usage = Usage::of((input as u64).into(), stated.unwrap_or(u64::from(*default).into()));
                 self.usage.weights.of(model).cost(&usage)
             }
             Reserve::Learnt { default } | Reserve::Fixed(default) => {
                 let learnt = self.learnt.as_ref().and_then(|learnt| learnt.reserve(model));
-                from(if learnt.is_some() { ReserveSource::Learnt } else { ReserveSource::Default });
+                from(if learnt.is_some() { "learnt" } else { "default" });
                 learnt.unwrap_or(*default)
             }
         };
         let most = self.most(variant);
         if reserve > most {
-            from(ReserveSource::Most);
+            from("max");
         }
         reserve.clamp(1, most)
     }
@@ -332,11 +316,11 @@ impl RuleKey {
         KeyedRequest { cost: reserved.clamp(1, reserve.most(keyed_request.variant)), ..keyed_request }
     }
 
-    /// What the cost of a request in a variant is taken from, if it is a reserve.
-    pub fn reserve_sources(&self, request: &RequestAttributes<'_>, variant: VariantId) -> Option<Vec<ReserveSource>> {
+    /// What the cost of a request in a variant is taken from, if it is a reserve: settings, or `reserve` for its number.
+    pub fn reserve_sources(&self, request: &RequestAttributes<'_>, variant: VariantId) -> Option<Vec<&'static str>> {
         match &self.cost {
             RequestCost::Fixed(_) | RequestCost::Header { .. } => None,
-            RequestCost::Reserve(_) => Some(vec![ReserveSource::Fixed]),
+            RequestCost::Reserve(_) => Some(vec!["reserve"]),
             RequestCost::OfBody(reserve) => {
                 let mut sources = Vec::new();
                 reserve.of_request(request.body, variant, |source| sources.push(source));
