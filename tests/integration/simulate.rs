@@ -13,11 +13,11 @@ use serde_json::Value;
 use transom_limiter::secret_digest::Digest;
 
 use crate::support::access_logs::{LogForm, LogShape, write_log};
-use crate::support::client::{Client, HOST};
+use crate::support::client::{Client, HOST, request};
 use crate::support::external_servers::{node, program};
 use crate::support::gateway::{Gateway, with_listen};
 use crate::support::process::BINARY;
-use crate::support::upstream::{Upstream, reply};
+use crate::support::upstream::{Connection, Upstream, reply};
 use crate::support::{TempDir, eventually, one_rule, seeded_rng};
 
 /// A directory with a configuration.
@@ -603,13 +603,19 @@ fn simulated_costs_are_those_of_the_gateway() {
 /// Costs by usage, by weights and by bytes, with what was reserved, are those of the log.
 #[test]
 fn simulated_usage_is_that_of_the_gateway() {
-    let upstream = Upstream::responding(|request| {
+    let upstream = Upstream::with_script(|connection: &mut Connection| {
         let usage =
-            |input: u64| format!(r#"{{"usage":{{"prompt_tokens":{input},"completion_tokens":7}},"model":"m"}}"#);
-        match request.target.as_str() {
-            "/none" => reply(200, &[], b"{}"),
-            "/failed" => reply(500, &[], b"no"),
-            target => reply(200, &[], usage(target[1..].parse().unwrap()).as_bytes()),
+            |input: &str| format!(r#"{{"usage":{{"prompt_tokens":{input},"completion_tokens":7}},"model":"m"}}"#);
+        while let Some(request) = connection.read_request() {
+            let whole = match request.target.as_str() {
+                "/none" => reply(200, &[], b"{}"),
+                "/failed" => reply(500, &[], b"no"),
+                target => reply(200, &[], usage(target.trim_start_matches(['/', 'c'])).as_bytes()),
+            };
+            let sent = whole.len() - if request.target.contains('c') { 5 } else { 0 };
+            if !connection.send(&whole[..sent]) || sent < whole.len() {
+                return connection.close();
+            }
         }
     });
     let rules = format!(
@@ -627,11 +633,13 @@ fn simulated_usage_is_that_of_the_gateway() {
     let log = directory.0.path().join("access.log");
     let gateway = Gateway::start(&format!("{rules}[access_log]\nfile = \"{}\"\n", log.display()));
     for logged in 1..=400 {
-        let fields = [("X-Forwarded-For", ["10.0.0.1", "10.0.0.2"][random.usize(..2)])];
-        let path = ["/none", "/failed", "/0", "/3", "/40", "/70"][random.usize(..6)];
+        let address = ["10.0.0.1", "10.0.0.2"][random.usize(..2)];
+        let fields = [("X-Forwarded-For", address), ("Connection", "close")];
+        // Responses to paths with `c` break off after they have stated usage.
+        let path = ["/none", "/failed", "/0", "/3", "/40", "/70", "/c0", "/c40"][random.usize(..8)];
         // Lines of refused requests do not have the reserve, so that it is the default in all.
         let body = format!("{{\"model\":\"{}\",\"max_tokens\":12}}", ["big", "small"][random.usize(..2)]);
-        gateway.client().request("POST", path, &fields, body.as_bytes());
+        gateway.client().send(request("POST", path, &fields, body.as_bytes())).read_to_end();
         // The cost has been charged once the line is written.
         eventually("the line is written", || fs::read_to_string(&log).unwrap_or_default().lines().count() == logged);
         gateway.advance(Duration::from_millis(random.u64(..5000)));
@@ -648,6 +656,37 @@ fn simulated_usage_is_that_of_the_gateway() {
         let line = r#"{"time":"2026-01-01T00:00:00Z","client":"10.0.0.1","method":"POST","path":"/a","route":"r","status":200,"#;
         directory.write("costs.log", format!("{line}{cost}}}\n").repeat(4));
         assert_eq!(directory.json(&["costs.log"])["scenarios"][0]["refused"], refused, "{cost}");
+    }
+}
+
+/// A response that breaks off costs at least the reserve. Usage in the log is that of the first rule that reads it.
+#[test]
+fn logged_usage_is_the_cost_where_a_rule_was_charged_it() {
+    let directory = Directory::new("");
+    for [first, other] in [["tokens", "units"], ["units", "tokens"]] {
+        directory.write(
+            "gateway.toml",
+            with_listen(&format!(
+                "[upstreams.u]\nbuiltin = \"echo\"\n\
+                 [rules.tokens]\nkey = \"ip\"\nwindows = [\"25/minute\"]\ncost = {{ usage = \"auto\", reserve = 10 }}\n\
+                 [rules.units]\nkey = \"ip\"\nwindows = [\"25/minute\"]\n\
+                 cost = {{ usage = {{ json = [\"/units\"] }}, reserve = 10 }}\n\
+                 [[routes]]\npath = \"/a\"\nupstream = \"u\"\nrules = [\"{first}\", \"{other}\"]\n"
+            )),
+        );
+        // What each of four requests stated and cost, and how many are refused.
+        for (usage, cost_of_first, cost_of_other, refused) in
+            [(3, 3, 1, 0), (3, 10, 1, 2), (24, 24, 1, 3), (3, 3, 10, 2), (3, 3, 24, 3)]
+        {
+            let line = format!(
+                r#"{{"time":"2026-01-01T00:00:00Z","client":"10.0.0.1","method":"GET","path":"/a","route":"r","status":200,
+                "usage":{{"input":{usage}}},"reserved":{{"{first}":10,"{other}":10}},
+                "cost":{{"{first}":{cost_of_first},"{other}":{cost_of_other}}}}}"#
+            );
+            directory.write("costs.log", format!("{}\n", line.replace('\n', "")).repeat(4));
+            let found = &directory.json(&["costs.log"])["scenarios"][0]["refused"];
+            assert_eq!(*found, refused, "{first}: {usage}, {cost_of_first}, {cost_of_other}");
+        }
     }
 }
 
