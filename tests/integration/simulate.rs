@@ -887,6 +887,44 @@ fn clients_are_known_by_the_names_in_a_log_of_the_gateway() {
 }
 
 #[test]
+fn limits_of_a_client_apply_at_the_time_of_the_line() {
+    let directory = Directory::new(
+        "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n[upstreams.u]\nbuiltin = \"echo\"\n\
+         [rules.r]\nkey = \"client\"\non_missing_key = \"refuse\"\nwindows = [\"9/minute\"]\n\
+         plans.gold.windows = [\"3/minute\"]\n\
+         [[routes]]\nname = \"all\"\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
+    );
+    let until = "until = 2023-10-10T00:02:00Z";
+    directory.write(
+        "clients.toml",
+        format!(
+            "[clients.granted]\nplan = \"gold\"\nnetworks = [\"203.0.113.1\"]\n\
+             grants = [{{ rule = \"r\", window = \"minute\", tokens = 2, {until}, idempotency_key = \"{}\" }}]\n\
+             [clients.limited]\nplan = \"gold\"\nnetworks = [\"203.0.113.2\"]\n\
+             limits.r = {{ windows = [\"1/minute\"], {until} }}\n",
+            Digest::of(b"a ticket")
+        ),
+    );
+    // Seven requests in each of three minutes.
+    let admitted = |address: &str| {
+        let log: Vec<String> =
+            (0..3).flat_map(|minute| (0..7).map(move |n| timed(address, minute * 60_000 + n, 1))).collect();
+        directory.write("access.log", log.concat());
+        let rule = directory.json(&["access.log"])["scenarios"][0]["rules"][0].take();
+        let window = |window: &Value| {
+            format!("{}: {}, refused {}", window["plan"].as_str().unwrap(), window["limit"], window["refused"])
+        };
+        // The first is that of clients without a plan.
+        let windows: Vec<String> = rule["windows"].as_array().unwrap()[1..].iter().map(window).collect();
+        (rule["admitted"].as_u64().unwrap(), windows.join("; "))
+    };
+    let granted = "limits of a client: 5, refused 2; limits of a client: 3, refused 8";
+    assert_eq!(admitted("203.0.113.1"), (3 + 5 + 3, granted.to_owned()));
+    let limited = "plan gold: 3, refused 4; limits of a client: 1, refused 12";
+    assert_eq!(admitted("203.0.113.2"), (1 + 1 + 3, limited.to_owned()));
+}
+
+#[test]
 fn both_forms_of_the_log_of_a_gateway_show_its_clients() {
     for form in ["json", "combined"] {
         let directory = TempDir::new();

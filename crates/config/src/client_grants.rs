@@ -163,11 +163,12 @@ impl Client {
         ends.dedup();
         let mut all = Vec::new();
         for until_ms in ends {
-            let mut plan = base.clone();
+            let (mut plan, mut from_ms) = (base.clone(), 0);
             for grant in of_rule().filter(|grant| grant.until_ms >= until_ms) {
                 let mut limits = base.layers.iter().zip(&mut plan.layers);
                 let granted = match limits.find(|(limit, _)| is_window(rule, &base.layers, limit, &grant.window)) {
                     Some((_, limit)) => {
+                        from_ms = from_ms.max(grant.until_ms.saturating_sub(limit.windows.length_ms(grant.until_ms)));
                         let checked = check_window(rule, limit, grant.tokens);
                         checked.map(|()| limit.tokens += grant.tokens)
                     }
@@ -179,9 +180,9 @@ impl Client {
                         .map(|reason| format!("client {}, a grant in rule {}: {reason}", self.name, rule.name)),
                 );
             }
-            all.push(ClientWindows { plan, until_ms: Some(until_ms) });
+            all.push(ClientWindows { plan, during_ms: Some(from_ms..until_ms) });
         }
-        all.push(ClientWindows { plan: base, until_ms: None });
+        all.push(ClientWindows { plan: base, during_ms: None });
         // Only the first has a name: the others follow.
         all.iter_mut().skip(1).for_each(|limits| limits.plan.name.clear());
         all.into_iter()

@@ -106,7 +106,7 @@ impl RuleSet {
             counts_refused: compiled().any(|compiled| compiled.rule.count_refused),
             has_penalties: compiled().any(|compiled| compiled.penalty.is_some()),
             has_ending_limits: compiled()
-                .any(|compiled| compiled.rule.client_limits.iter().any(|limits| limits.until_ms.is_some())),
+                .any(|compiled| compiled.rule.client_limits.iter().any(|limits| limits.during_ms.is_some())),
             counting_modes: compiled().map(CompiledRule::counting_mode).collect(),
             is_shared: compiled().any(|compiled| compiled.rule.sharing != Sharing::Local),
             is_plain: false,

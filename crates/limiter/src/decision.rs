@@ -84,7 +84,7 @@ impl ChargePlan {
 
     /// The layers of a request that has other windows than the default, in the context's buffer.
     pub(super) fn layers_of_request(&self, context: &mut DecisionContext, now_ms: u64) -> Vec<LayerRef> {
-        self.end_limits(context, now_ms);
+        self.set_limits_at(context, now_ms);
         let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
         layers.clear();
         for (position, keyed_request) in context.inputs.keyed_requests.enumerate() {
@@ -131,7 +131,7 @@ impl ChargePlan {
             true => self.acquire_plain_layers(self.compiled_layers(layers), table, now, context),
             false => self.acquire_layers_of_any_kind(layers, table, now, context, may_wait),
         };
-        match self.undo_under_ended_limits(&decision, table, context, first) {
+        match self.undo_under_other_limits(&decision, table, context, first) {
             true => {
                 let layers = self.current_layers(layers, context);
                 self.acquire_layers(&layers, table, now, context, may_wait)

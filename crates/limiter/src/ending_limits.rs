@@ -1,9 +1,9 @@
-//! Limits of single clients that end with a window, such as those raised by a grant: windows that begin later have the limits that
-//! follow, see [`ClientWindows::until_ms`](crate::rule::ClientWindows).
+//! Limits of single clients that apply to one window, such as those raised by a grant: windows before and after it have other limits,
+//! see [`ClientWindows::during_ms`](crate::rule::ClientWindows).
 //!
-//! A decision finds by its time which limits apply. Its time may be behind that of another thread, or of a store, that has opened the
-//! next window already. So each charge is checked afterwards: one in a window that begins after the end of its limits is undone, and
-//! made again under the limits that follow. A plan without such limits skips these steps.
+//! A decision finds by its time which limits apply. Its time may be behind that of another thread, or differ from that of a store, and
+//! be that of another window. So each charge is checked afterwards: one in a window to which its limits do not apply is undone, and
+//! made again under those that do. A plan without such limits skips these steps.
 
 use crate::charge_plan::{ChargePlan, LayerRef};
 use crate::decision::Decision;
@@ -11,27 +11,30 @@ use crate::decision_context::{ChargesStart, DecisionContext};
 use crate::handles::{ChargePosition, LayerId, VariantId};
 use crate::rule_set::{CountingMode, RuleSet};
 use crate::table::Table;
+use crate::window_kind::WindowKind;
 
 impl RuleSet {
-    /// Whether a window of a layer, given by its end, begins after the limits of a variant have ended.
-    pub fn begins_after_limits(&self, layer: LayerId, variant: VariantId, end_ms: u64) -> bool {
-        let until_ms = self.rules[layer.rule].rule.end_of(variant).map(|(until_ms, _)| until_ms);
-        let begins_ms = || end_ms.saturating_sub(self.windows_of(self.layer(layer)).length_ms(end_ms));
-        until_ms.is_some_and(|until_ms| begins_ms() >= until_ms)
+    /// Whether the limits of a variant do not apply to a window of a layer, given by its end. A sliding window has no end, so no limit
+    /// of it is raised for one window.
+    pub fn is_beyond_limits(&self, layer: LayerId, variant: VariantId, end_ms: u64) -> bool {
+        let Some((during_ms, _)) = self.rules[layer.rule].rule.time_of(variant) else { return false };
+        let layer = self.layer(layer);
+        let begins_ms = || end_ms.saturating_sub(self.windows_of(layer).length_ms(end_ms));
+        layer.request.kind != WindowKind::Sliding && (end_ms <= during_ms.start || begins_ms() >= during_ms.end)
     }
 }
 
 impl ChargePlan {
-    /// Gives the request the limits that follow those that have ended.
-    pub(super) fn end_limits(&self, context: &mut DecisionContext, now_ms: u64) {
+    /// Gives the request the limits that apply at a time.
+    pub(super) fn set_limits_at(&self, context: &mut DecisionContext, now_ms: u64) {
         if !self.has_ending_limits {
             return;
         }
         for (position, keyed_request) in context.inputs.keyed_requests.enumerate_mut() {
             let Some(keyed_request) = keyed_request else { continue };
             let rule = &self.rule(position).rule;
-            while let Some((until_ms, next)) = rule.end_of(keyed_request.variant)
-                && until_ms <= now_ms
+            while let Some((during_ms, next)) = rule.time_of(keyed_request.variant)
+                && !during_ms.contains(&now_ms)
             {
                 keyed_request.variant = next;
             }
@@ -40,7 +43,7 @@ impl ChargePlan {
 
     /// These layers of a request, as of a time.
     pub fn layers_at(&self, layers: &[LayerRef], context: &mut DecisionContext, now_ms: u64) -> Vec<LayerRef> {
-        self.end_limits(context, now_ms);
+        self.set_limits_at(context, now_ms);
         self.current_layers(layers, context)
     }
 
@@ -56,35 +59,37 @@ impl ChargePlan {
         layers.iter().map(current).collect()
     }
 
-    /// Whether charges from `first` on are in windows that begin after their limits have ended. The request then has the limits that
+    /// Whether charges from `first` on are in windows to which their limits do not apply. The request then has the limits that
     /// follow. Leased tokens are of the window for which they were leased.
-    pub fn ends_limits(&self, context: &mut DecisionContext, first: ChargePosition) -> bool {
+    pub fn has_other_limits(&self, context: &mut DecisionContext, first: ChargePosition) -> bool {
         let DecisionContext { inputs, result, .. } = context;
-        let mut ends = false;
+        let mut has_others = false;
         for charge in result.charges[first..].iter().filter(|charge| charge.mode != CountingMode::Leased) {
             let LayerRef { position, id } = charge.layer;
             let Some(keyed_request) = inputs.keyed_requests[position].as_mut() else { continue };
             if charge.request.cost > 0
-                && self.rule_set().begins_after_limits(id, keyed_request.variant, charge.usage.end_ms)
-                && let Some((_, next)) = self.rule(position).rule.end_of(keyed_request.variant)
+                && self.rule_set().is_beyond_limits(id, keyed_request.variant, charge.usage.end_ms)
+                && let Some((_, next)) = self.rule(position).rule.time_of(keyed_request.variant)
             {
                 keyed_request.variant = next;
-                ends = true;
+                has_others = true;
             }
         }
-        ends
+        has_others
     }
 
-    /// Undoes a decision with charges as [`ChargePlan::ends_limits`] finds them; `true` if there are some. `first`: where the charges
-    /// of the decision begin.
-    pub(super) fn undo_under_ended_limits<const W: usize>(
+    /// Undoes a decision with charges as [`ChargePlan::has_other_limits`] finds them; `true` if there are some. `first`: where the
+    /// charges of the decision begin.
+    pub(super) fn undo_under_other_limits<const W: usize>(
         &self,
         decision: &Decision,
         table: &Table<W>,
         context: &mut DecisionContext,
         first: ChargesStart,
     ) -> bool {
-        if !self.has_ending_limits || matches!(decision, Decision::Refused) || !self.ends_limits(context, first.charge)
+        if !self.has_ending_limits
+            || matches!(decision, Decision::Refused)
+            || !self.has_other_limits(context, first.charge)
         {
             return false;
         }

@@ -1,6 +1,8 @@
 //! A rule as configured: the key, the windows, and what happens at the limit. Plain data, compiled by
 //! [`crate::rule_set`].
 
+use std::ops::Range;
+
 use crate::handles::{Handle, VariantId};
 use crate::ip_prefix::Network;
 use crate::key::{KeyPart, OnMissing};
@@ -88,9 +90,9 @@ pub struct Plan {
 pub struct ClientWindows {
     /// The text that identifies the limits, and the windows.
     pub plan: Plan,
-    /// The end of the limits, Unix milliseconds. Windows that begin then or later have the next item of [`Rule::client_limits`].
-    /// `None`: the limits have no end.
-    pub until_ms: Option<u64>,
+    /// When the limits apply, Unix milliseconds: in windows that overlap this time. Others have the next item of
+    /// [`Rule::client_limits`]. `None`: always.
+    pub during_ms: Option<Range<u64>>,
 }
 
 /// The windows of a rule for one key.
@@ -253,10 +255,10 @@ impl Rule {
         1 + self.plans.len() + self.overrides.len()
     }
 
-    /// When the limits of a variant end, and the variant that follows.
-    pub fn end_of(&self, variant: VariantId) -> Option<(u64, VariantId)> {
+    /// When the limits of a variant apply, if not always, and the variant that applies otherwise.
+    pub fn time_of(&self, variant: VariantId) -> Option<(&Range<u64>, VariantId)> {
         let limits = self.client_limits.get(variant.index().checked_sub(self.first_client_variant())?)?;
-        Some((limits.until_ms?, VariantId::at(variant.index() + 1)))
+        Some((limits.during_ms.as_ref()?, VariantId::at(variant.index() + 1)))
     }
 
     /// The variant for the clients of a plan; the default if the rule has none.

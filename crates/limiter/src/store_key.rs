@@ -243,7 +243,7 @@ mod tests {
     fn windows_of_single_clients_do_not_rename_others() {
         let mut rule = Rule::new("r", Vec::new(), OnMissing::Skip, vec![limit("100/hour")]);
         let plan = Plan { name: String::new(), layers: vec![limit("9/60m"), limit("5/minute")], concurrent: None };
-        rule.client_limits = vec![ClientWindows { plan, until_ms: None }];
+        rule.client_limits = vec![ClientWindows { plan, during_ms: None }];
         let segments = WindowSegments::of(&rule);
         assert_eq!(segments.segment(&limit("1/hour").windows), "");
         assert_eq!(segments.segment(&limit("1/minute").windows), ":~60000ms");

@@ -200,7 +200,7 @@ impl RuleReport {
         let plan = |variant: VariantId| match (rule.plan_of(variant), rule.override_of(variant)) {
             (Some(plan), _) => Some(format!("plan {}", plan.name)),
             (None, Some((number, _))) => Some(format!("override {number}")),
-            (None, None) => None,
+            (None, None) => (variant != VariantId::DEFAULT).then(|| String::from("limits of a client")),
         };
         let window = |variant: VariantId,
                       position: UsePosition,

@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 use super::log_files::BATCH;
 use super::log_files::LineId;
 use super::log_line::LoggedDecision;
-use super::statistics::{Histogram, KeySample, Timeline, TopKeys};
+use super::statistics::{EndedWindow, Histogram, KeySample, Timeline, TopKeys};
 use std::sync::Arc;
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState};
@@ -200,6 +200,13 @@ impl Request {
     }
 }
 
+/// Notes what a key asked for in a window; nothing for the requests in flight, which come after the layers.
+fn add_asked(counts: &mut IdVec<LayerPosition, LimitCounts>, rule: &CompiledRule, ended: &EndedWindow) {
+    if let Some(layer) = rule.variant(ended.variant).nth(ended.position.index()) {
+        counts[layer.position].asked.add(ended.tokens, ended.weight);
+    }
+}
+
 /// The receipts of a rule whose cost is settled later; `None`: the rule has charged nothing, and nothing is settled.
 fn receipts_of_cost(context: &DecisionContext, position: PlanPosition) -> Option<Vec<ShardReceipt>> {
     context.has_charged(position).then(|| context.receipts_of_rule(position).collect())
@@ -266,11 +273,7 @@ impl Scenario {
         for (counts, rule) in self.rules.iter_mut().zip(&self.rule_set.rules) {
             counts.sample(rule, &self.rule_set);
             let RuleCounts { keys, layers, .. } = counts;
-            keys.finish(|variant, position, tokens, weight| {
-                if let Some(layer) = rule.variant(variant).nth(position.index()) {
-                    layers[layer.position].asked.add(tokens, weight);
-                }
-            });
+            keys.finish(|ended| add_asked(layers, rule, &ended));
         }
     }
 
@@ -383,10 +386,14 @@ impl Scenario {
         for verdict in verdicts.rules() {
             let (position, rule) = (verdict.position, verdict.rule());
             let counts = &mut rules[verdict.rule_id()];
-            let Some(keyed_request) = request.settled(position) else {
+            let Some(mut keyed_request) = request.settled(position) else {
                 counts.not_counted += 1;
                 continue;
             };
+            // The limits that applied at this time.
+            if let Some(decided) = verdicts.keyed_requests()[position] {
+                keyed_request.variant = decided.variant;
+            }
             let full = verdict.windows().filter(|window| window.is_full()).map(WindowVerdict::layer);
             full.for_each(|layer| counts.layers[layer.id.position].full += 1);
             if verdict.slots().is_some_and(|usage| matches!(usage.state, SlotState::Full | SlotState::Shadowed)) {
@@ -591,10 +598,9 @@ impl RuleCounts {
             }
             let layers = rule.variant(keyed_request.variant);
             let weight = keys.one_of();
-            let Some(key) = keys.add(keyed_request, is_full, layers.clone().count() + usize::from(is_concurrent))
-            else {
-                continue;
-            };
+            let count = layers.clone().count() + usize::from(is_concurrent);
+            let end = |ended: EndedWindow| add_asked(counted, rule, &ended);
+            let Some(key) = keys.add(keyed_request, is_full, count, end) else { continue };
             for (usage, layer) in key.layers.iter_mut().zip(layers) {
                 let windows = rule_set.windows_of(rule.layer(layer));
                 let window = &mut open_windows[layer.position];

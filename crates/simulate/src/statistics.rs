@@ -227,6 +227,15 @@ pub struct LayerUse {
     sliding: Option<Box<SlidingUse>>,
 }
 
+/// What a key asked for in a window.
+pub struct EndedWindow {
+    pub variant: VariantId,
+    pub position: UsePosition,
+    pub tokens: u64,
+    /// The key stands for so many.
+    pub weight: u64,
+}
+
 /// The tokens of the last segments of a sliding window.
 #[derive(Clone, Default, Debug)]
 struct SlidingUse {
@@ -239,8 +248,15 @@ impl KeySample {
         KeySample { keys: HashMap::new(), capacity: capacity.max(1), level: 0 }
     }
 
-    /// Counts a request of a key with this many layers. Returns the key if it is in the sample.
-    pub fn add(&mut self, keyed_request: KeyedRequest, is_refused: bool, layers: usize) -> Option<&mut KeyUse> {
+    /// Counts a request of a key with this many layers. Returns the key if it is in the sample. `end`: called for the windows of
+    /// another variant that the key had before.
+    pub fn add(
+        &mut self,
+        keyed_request: KeyedRequest,
+        is_refused: bool,
+        layers: usize,
+        end: impl FnMut(EndedWindow),
+    ) -> Option<&mut KeyUse> {
         let id = keyed_request.key.bucket_hash;
         if self.keys.len() >= self.capacity && !self.keys.contains_key(&id) {
             self.thin_out();
@@ -248,9 +264,11 @@ impl KeySample {
         if id.trailing_zeros() < self.level {
             return None;
         }
+        let weight = self.one_of();
         let key = self.keys.entry(id).or_default();
         key.refused += u32::from(is_refused);
         if key.variant != keyed_request.variant || key.layers.len() != layers {
+            key.ended_windows(weight).for_each(end);
             key.variant = keyed_request.variant;
             key.layers.clear();
             key.layers.resize(layers, LayerUse::default());
@@ -301,18 +319,25 @@ impl KeySample {
         maxima
     }
 
-    /// Ends all windows: calls `end` with the variant, the position of the layer in it, the tokens asked for in the window, and the weight of the key.
-    pub fn finish(&self, mut end: impl FnMut(VariantId, UsePosition, u64, u64)) {
+    /// Ends all windows.
+    pub fn finish(&self, end: impl FnMut(EndedWindow)) {
         let weight = self.one_of();
-        for key in self.keys.values() {
-            for (position, layer) in key.layers.iter().enumerate() {
-                end(key.variant, UsePosition::at(position), layer.demand.into(), weight);
-            }
-        }
+        self.keys.values().flat_map(|key| key.ended_windows(weight)).for_each(end);
     }
 }
 
 impl KeyUse {
+    /// Its windows as they are, for a key of this weight.
+    fn ended_windows(&self, weight: u64) -> impl Iterator<Item = EndedWindow> {
+        let ended = move |(position, layer): (usize, &LayerUse)| EndedWindow {
+            variant: self.variant,
+            position: UsePosition::at(position),
+            tokens: layer.demand.into(),
+            weight,
+        };
+        self.layers.iter().enumerate().map(ended)
+    }
+
     /// Counts a request in flight; returns how many are.
     pub fn begin_request(&mut self) -> u32 {
         let Some(layer) = self.layers.last_mut() else { return 0 };
@@ -399,7 +424,7 @@ mod tests {
         let window = windows.window_at(30_000, 0);
         for key in 0..50_000_u64 {
             for _ in 0..1 + u64::from(key % 100 == 0) * 9 {
-                if let Some(key) = sample.add(keyed(key), key % 10 == 0, 1) {
+                if let Some(key) = sample.add(keyed(key), key % 10 == 0, 1, drop) {
                     key.layers[0].add(&windows, window, keyed(0), 30_000);
                 }
             }
@@ -420,14 +445,14 @@ mod tests {
         ];
         let mut histograms = [Histogram::default(), Histogram::default(), Histogram::default()];
         for now_ms in [800_u64, 900, 1100, 1700, 1900, 5000] {
-            let key = sample.add(keyed(1), false, windows.len()).unwrap();
+            let key = sample.add(keyed(1), false, windows.len(), drop).unwrap();
             for ((layer, windows), histogram) in key.layers.iter_mut().zip(&windows).zip(&mut histograms) {
                 if let Some(ended) = layer.add(windows, windows.window_at(now_ms, 0), keyed(1), now_ms) {
                     histogram.add(ended.into(), 1);
                 }
             }
         }
-        sample.finish(|_, layer, tokens, weight| histograms[layer.index()].add(tokens, weight));
+        sample.finish(|ended| histograms[ended.position.index()].add(ended.tokens, ended.weight));
         let maxima: Vec<u32> =
             (0..3).map(|layer| sample.maxima(VariantId::DEFAULT, UsePosition::at(layer))[0]).collect();
         // 1000 to 2000; 800 to 1800; 875 to 2000.

@@ -438,7 +438,7 @@ impl SharedDecision {
             return SendResult::Refused;
         }
         // The store has charged windows in which other limits apply.
-        if !refused && charge_plan.ends_limits(&mut self.context, first) {
+        if !refused && charge_plan.has_other_limits(&mut self.context, first) {
             self.return_grants(&sent, &replies, refunds);
             return SendResult::OtherWindow;
         }

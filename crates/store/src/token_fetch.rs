@@ -210,7 +210,7 @@ impl SharedCounters {
         }
         self.metrics.fetched(reply.granted);
         // Tokens of a window that has other limits were fetched under the limits of the one before.
-        let excess = match fetch.rule_set.begins_after_limits(fetch.layer, fetch.keyed_request.variant, reply.end_ms) {
+        let excess = match fetch.rule_set.is_beyond_limits(fetch.layer, fetch.keyed_request.variant, reply.end_ms) {
             true => granted,
             false => self.excess_tokens(fetch, usage).min(granted),
         };

@@ -240,7 +240,7 @@ fn windows_of_single_clients_that_would_count_in_another_way_are_found() {
     let parsed = |text: &str| Limit::parse(text).expect("valid");
     let with_client = |layers: &[Limit], rule: &Rule| {
         let own = Plan { name: "gold r=[]".to_owned(), layers: layers.to_vec(), concurrent: None };
-        Rule { client_limits: vec![ClientWindows { plan: own, until_ms: None }], ..rule.clone() }
+        Rule { client_limits: vec![ClientWindows { plan: own, during_ms: None }], ..rule.clone() }
     };
     let found = |before: &Rule, after: &Rule| {
         let former = RuleSet::new(std::slice::from_ref(before), Seed(3, 4), None);

@@ -78,7 +78,7 @@ fn limits_and_variants_have_names_and_positions() {
 fn windows_of_single_clients_are_counted_by_few_names() {
     let plan = |text: &str| Plan { name: text.to_owned(), layers: parsed(&[text, "9/hour"]), concurrent: None };
     let client_limits =
-        ["5/minute", "7/minute", "3/2h", "4/3h"].map(|text| ClientWindows { plan: plan(text), until_ms: None });
+        ["5/minute", "7/minute", "3/2h", "4/3h"].map(|text| ClientWindows { plan: plan(text), during_ms: None });
     let client_limits = client_limits.to_vec();
     let rule = Rule { client_limits, penalty_ms: Some(1000), ..rule("r", parsed(&["5/minute", "9/day"])) };
     let rule_set = RuleSet::new(&[rule], Seed(3, 4), None);

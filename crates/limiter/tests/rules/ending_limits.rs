@@ -1,4 +1,6 @@
-//! Limits of single clients that end with a window.
+//! Limits of single clients that apply to one window.
+
+use std::ops::Range;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -11,10 +13,13 @@ use transom_limiter::window::Windows;
 use crate::oracle::Expected::{Admitted, Refused};
 use crate::support::{Gateway, START_MS, limit, outcome, plain, rule};
 
-/// The limits of one client, each with its end.
-fn with_limits(rule: Rule, limits: Vec<(Vec<Limit>, Option<u64>)>) -> Rule {
+/// The limits of one client, each with the time at which it applies, after [`START_MS`].
+fn with_limits(rule: Rule, limits: Vec<(Vec<Limit>, Option<Range<u64>>)>) -> Rule {
     let plan = |layers| Plan { name: String::new(), layers, concurrent: None };
-    let limits = limits.into_iter().map(|(layers, until_ms)| ClientWindows { plan: plan(layers), until_ms });
+    let after_start = |during: Range<u64>| START_MS + during.start..START_MS + during.end;
+    let limits = limits
+        .into_iter()
+        .map(|(layers, during)| ClientWindows { plan: plan(layers), during_ms: during.map(after_start) });
     Rule { client_limits: limits.collect(), ..rule }
 }
 
@@ -33,14 +38,15 @@ impl Gateway<8> {
 proptest! {
     #![proptest_config(crate::config())]
 
-    /// Threads may be late: a request counts in the latest window in use, under the limit of that window.
+    /// Threads may be late: a request counts in the latest window in use, under the limit of that window, unless the thread is in a
+    /// window before that of raised limits.
     #[test]
-    fn the_next_window_has_the_limit_that_follows(
+    fn other_windows_than_that_of_raised_limits_have_the_limit_that_follows(
         steps in vec((0..30u64, prop_oneof![3 => Just(0u64), 1 => 0..150u64], 1..4u32), 1..150),
     ) {
         let layers = |short, long| vec![plain(short, 100), plain(long, 1000)];
-        let ends = [Some(START_MS + 100), Some(START_MS + 1000), None];
-        let limits = [layers(7, 30), layers(3, 30), layers(3, 20)].into_iter().zip(ends).collect();
+        let during = [Some(100..200), Some(0..1000), None];
+        let limits = [layers(7, 30), layers(3, 30), layers(3, 20)].into_iter().zip(during).collect();
         let limited = with_limits(rule("r", layers(3, 20)), limits);
         let mut gateway = Gateway::with_large_table(&[limited, rule("other", vec![plain(1000, 1000)])]);
         let (mut time_ms, mut latest, mut used) = (0, [0; 3], [0; 3]);
@@ -54,8 +60,8 @@ proptest! {
                 let window = windows[layer].max(latest[layer]);
                 let before = if window == latest[layer] { used[layer] } else { 0 };
                 after[layer] = before + cost;
-                let granted = [7, 30, 1000][layer];
-                let limit = if window == 0 { granted } else { [3, 20, 1000][layer] };
+                let is_raised = [window == 1 && now_ms >= 100, window == 0, true][layer];
+                let limit = if is_raised { [7, 30, 1000][layer] } else { [3, 20, 1000][layer] };
                 fits &= after[layer] <= limit;
             }
             let decision = gateway.decide_limited(cost, DecisionTime::read(&|| START_MS + now_ms));
@@ -72,7 +78,7 @@ proptest! {
 #[test]
 fn a_window_opened_by_a_request_ends_raised_limits() {
     let windows = |tokens| vec![limit(tokens, Windows::FirstRequest { period_ms: 100 })];
-    let limits = vec![(windows(7), Some(START_MS + 130)), (windows(3), None)];
+    let limits = vec![(windows(7), Some(30..130)), (windows(3), None)];
     let mut gateway = Gateway::with_large_table(&[with_limits(rule("r", windows(3)), limits)]);
     let mut admitted = |now_ms: u64, requests: usize| {
         let mut decide = || gateway.decide_limited(1, DecisionTime::read(&|| START_MS + now_ms));
@@ -85,10 +91,23 @@ fn a_window_opened_by_a_request_ends_raised_limits() {
     assert_eq!((admitted(125, 9), admitted(145, 9)), (0, 2));
 }
 
+/// The last segment of a sliding window that a request is counted in begins nowhere.
+#[test]
+fn a_sliding_window_does_not_end_limits_that_are_raised_in_another() {
+    let windows = |tokens| vec![plain(tokens, 1000), limit(100, Windows::Sliding { period_ms: 100 })];
+    let limits = vec![(windows(7), Some(0..1000)), (windows(3), None)];
+    let mut gateway = Gateway::with_large_table(&[with_limits(rule("r", windows(3)), limits)]);
+    let mut admitted = |now_ms: u64| {
+        let mut decide = || gateway.decide_limited(1, DecisionTime::read(&|| START_MS + now_ms));
+        (0..9).filter(|_| !matches!(decide(), Decision::Refused)).count()
+    };
+    assert_eq!((admitted(999), admitted(1000)), (7, 3));
+}
+
 /// The windows of a delayed request are charged again when they have ended: then under the limits that follow.
 #[test]
 fn a_request_that_is_charged_again_has_the_limits_of_its_window() {
-    let limits = vec![(vec![plain(7, 100)], Some(START_MS + 100)), (vec![plain(3, 100)], None)];
+    let limits = vec![(vec![plain(7, 100)], Some(0..100)), (vec![plain(3, 100)], None)];
     let mut gateway = Gateway::with_large_table(&[with_limits(rule("r", vec![plain(3, 100)]), limits)]);
     let decide = |gateway: &mut Gateway<8>, now_ms| gateway.decide_limited(1, DecisionTime::read(&|| now_ms));
     assert!(matches!(decide(&mut gateway, START_MS), Decision::Admitted));
