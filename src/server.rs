@@ -185,14 +185,16 @@ pub struct KnownKeySet {
 
 /// Dropped once all workers use a configuration.
 pub struct PendingReload {
-    _former_rules: Option<Arc<RulesInUse>>,
+    former_rules: Option<Arc<RulesInUse>>,
+    decision_api: watch::Sender<Option<Arc<DecisionApi>>>,
     _applied: Sender<Infallible>,
 }
 
-impl PendingReload {
-    fn new(former_rules: Option<Arc<RulesInUse>>) -> (Arc<PendingReload>, Applied) {
-        let (sender, applied) = tokio::sync::mpsc::channel(1);
-        (Arc::new(PendingReload { _former_rules: former_rules, _applied: sender }), Applied(applied))
+impl Drop for PendingReload {
+    fn drop(&mut self) {
+        self.former_rules = None;
+        // Wakes requests to the admin address that wait until all workers use limits of a client.
+        self.decision_api.send_modify(|_same| ());
     }
 }
 
@@ -524,7 +526,7 @@ impl Gateway {
         let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, live);
         self.shared_deny.iter().for_each(|shared| shared.serve(&served));
         self.serve(&served, self.clock.wall_ms());
-        let (pending, applied) = PendingReload::new(self.former_rules());
+        let (pending, applied) = self.pending_reload();
         self.send_to_workers(|| WorkerCommand::Reload {
             served: Arc::clone(&served),
             listener_config: Arc::clone(&self.listener_config),
@@ -534,9 +536,12 @@ impl Gateway {
         Ok(applied)
     }
 
-    /// The rules before the current ones, which workers still use.
-    fn former_rules(&mut self) -> Option<Arc<RulesInUse>> {
-        self.shared_clients.as_mut()?.former_rules.take()
+    /// For the workers, which still use the rules before the current ones.
+    fn pending_reload(&mut self) -> (Arc<PendingReload>, Applied) {
+        let former_rules = self.shared_clients.as_mut().and_then(|shared| shared.former_rules.take());
+        let (sender, applied) = tokio::sync::mpsc::channel(1);
+        let decision_api = self.decision_api.clone();
+        (Arc::new(PendingReload { former_rules, decision_api, _applied: sender }), Applied(applied))
     }
 
     /// Makes a configuration the current one, except in the workers. `loaded_ms`: when its file was loaded.
@@ -571,7 +576,7 @@ impl Gateway {
         self.shared_deny.iter().for_each(|shared| shared.serve_unchanged(&served));
         let loaded_ms = self.decision_api.borrow().as_ref().map_or(0, |decision_api| decision_api.loaded_ms);
         self.serve(&served, loaded_ms);
-        let (pending, _applied) = PendingReload::new(self.former_rules());
+        let (pending, _applied) = self.pending_reload();
         self.send_to_workers(|| WorkerCommand::ApplyLimits {
             served: Arc::clone(&served),
             marks: self.outputs.marks.clone(),

@@ -6,6 +6,7 @@ use http::header::{ETAG, HeaderMap, HeaderName, IF_MATCH, IF_NONE_MATCH};
 use http::{HeaderValue, Response};
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
+use tokio::time::timeout;
 
 use super::client_store::{Changed, Edit};
 use super::endpoints::{Call, json_response, with_body};
@@ -23,9 +24,8 @@ use transom_rules::responses::{self, LocalResponse};
 
 /// Bytes of a generated key: 192 bits.
 const KEY_BYTES: usize = 24;
-/// How often, and how long in all, a change of shared clients waits until all workers use its limits.
-const POLL_PERIOD: Duration = Duration::from_millis(5);
-const POLLS_MAX: u32 = 400;
+/// How long a change of shared clients waits until all workers use its limits.
+const LIMITS_PATIENCE: Duration = Duration::from_secs(2);
 /// Hex digits of a digest that name a key at least.
 const ID_DIGITS_MIN: usize = 8;
 
@@ -196,12 +196,14 @@ pub async fn changed_client(call: &Call, changed: &Changed) -> Result<LocalRespo
 
 /// Waits until all workers use the limits of a client of the store, but not for long. Whether they do.
 async fn wait_for_limits(call: &Call) -> bool {
-    for _ in 0..POLLS_MAX {
-        let clients = call.decision_api().ok().and_then(|api| api.served.clients.clone());
-        if clients.is_none_or(|clients| clients.current().uses_limits_of(call.path_value("name"))) {
-            return true;
-        }
-        tokio::time::sleep(POLL_PERIOD).await;
+    let mut decision_api = call.state.decision_api.clone();
+    // It changes with the rules, and once more when all workers use them.
+    let used = decision_api.wait_for(|decision_api| {
+        let clients = decision_api.as_ref().and_then(|decision_api| decision_api.served.clients.as_ref());
+        clients.is_none_or(|clients| clients.current().uses_limits_of(call.path_value("name")))
+    });
+    if let Ok(Ok(_used)) = timeout(LIMITS_PATIENCE, used).await {
+        return true;
     }
     tracing::warn!(client = call.path_value("name"), "the limits of a client are stored, but are not in effect yet");
     false
