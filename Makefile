@@ -149,6 +149,7 @@ bench: release $(PARTS)/envoy/installed bench-pingora
 	python3 benches/slow_clients.py
 	python3 benches/lease_calls.py
 	python3 benches/revocation.py
+	python3 benches/clients.py
 	python3 benches/top_keys.py
 	python3 benches/dashboard.py
 	python3 benches/model_apis.py
