@@ -463,6 +463,9 @@ fn the_page_is_accessible_in_an_outage_and_with_a_looked_up_key() {
         browser.open(outage.process.admin, view, true);
         browser.wait("#status", "unreachable");
         browser.assert_accessible("outage", view);
+        browser.click("#views a[href='#clients']");
+        browser.wait("#clients .clients", "the store cannot be reached");
+        browser.assert_accessible("clients in an outage", view);
         browser.open(gateway.admin, view, true);
         browser.click("#keys tbody button");
         browser.wait("#lookup-result", "3 of 3");
@@ -663,7 +666,7 @@ fn requests_are_explained_and_the_configuration_is_shown_without_secrets() {
     assert_eq!(browser.problems_but(&["status of 404"]), Vec::<String>::new());
 }
 
-/// The gateway of the test may not have these endpoints: the page is tested with answers of its own.
+/// Answers of the test, of which the first is a failure.
 const OFFERED: &str = r#"(() => {
   window.sent = [];
   const own = window.fetch;
@@ -743,6 +746,29 @@ fn a_key_that_is_blocked_in_the_page_is_denied() {
     browser.wait("#action-error", "Blocked until");
     eventually("the key is denied", || process.client().get_with("/a", &[("X-User", "ann")]).status == 403);
     process.client().get_with("/a", &[("X-User", "bob")]).expect(200);
+    assert_eq!(browser.problems_but(&[]), Vec::<String>::new());
+}
+
+#[test]
+fn tokens_that_are_granted_in_the_page_can_be_used() {
+    let toml = "[clients]\nfile = \"clients.toml\"\n[upstreams.u]\nbuiltin = \"echo\"\n\
+                [rules.per-client]\nkey = \"client\"\non_missing_key = \"refuse\"\nwindows = [\"1/366d\"]\n\
+                plans.gold.windows = [\"2/366d\"]\n\
+                [[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"per-client\"]\n";
+    let process = Process::spawn_with(toml, "[clients.acme]\nplan = \"gold\"\nnetworks = [\"127.0.0.0/8\"]\n");
+    let statuses = |count: usize| (0..count).map(|_| process.get("/a").status).collect::<Vec<u16>>();
+    assert_eq!(statuses(3), [200, 200, 429]);
+    let mut browser = Browser::start();
+    browser.open(process.admin, "light", false);
+    browser.click("#views a[href='#clients']");
+    browser.wait("#clients .clients", "2 of 2");
+    browser.click("[aria-label='Grant acme']");
+    browser.run(json!({ "do": "fill", "of": "#action-fields input", "value": "3" }));
+    browser.click("#action-do");
+    browser.wait("#action-error", "Granted 3 in per-client.");
+    browser.click("#action-close");
+    browser.wait("#clients .clients", "2 of 5");
+    assert_eq!(statuses(4), [200, 200, 200, 429]);
     assert_eq!(browser.problems_but(&[]), Vec::<String>::new());
 }
 
@@ -837,24 +863,38 @@ fn the_page_continues_over_an_upgrade() {
     browser.wait("#tiles", "4 in the last hour");
 }
 
-/// A gateway whose shared store cannot be reached.
+/// A gateway whose shared store, which has the clients, cannot be reached.
 struct Outage {
     process: Process,
     _redis: RedisServer,
+    _copy: TempDir,
 }
 
 impl Outage {
     fn new() -> Outage {
-        let mut redis = RedisServer::start();
-        let rule = "[rules.per-address]\nkey = \"ip\"\nwindows = [\"900/hour\", \"90/minute\"]\n";
-        let process = Process::spawn(&shared_config(&format!("\"{}\"", redis.url()), "", rule));
+        let (mut redis, copy) = (RedisServer::start(), TempDir::new());
+        let rules = format!(
+            "[clients]\nsource = \"shared\"\nfile = {:?}\n\
+             [rules.per-address]\nkey = \"ip\"\nwindows = [\"900/hour\", \"90/minute\"]\n\
+             [rules.per-client]\nkey = \"client\"\non_missing_key = \"skip\"\nwindows = [\"1/hour\"]\n\
+             [rules.per-client.plans.gold]\nwindows = [\"4000/hour\"]\n\
+             [rules.reports]\nkey = \"client\"\non_missing_key = \"skip\"\nwindows = [\"2000/hour\"]\non_outage = \"refuse\"\n",
+            copy.path().join("clients.copy")
+        );
+        let process = Process::spawn(&shared_config(&format!("\"{}\"", redis.url()), "", &rules));
+        let host = [("Host", &*process.admin.to_string())];
+        for (name, network) in [("acme", "198.51.100.0/24"), ("initech", "192.0.2.0/24")] {
+            let client = json!({ "plan": "gold", "networks": [network] }).to_string();
+            let target = format!("/v1/clients/{name}");
+            Client::connect(process.admin).request("PUT", &target, &host, client.as_bytes()).expect(201);
+        }
         (0..60).for_each(|_| drop(process.get("/a").expect(200)));
         redis.kill();
         eventually("the gateway notices the outage", || {
             process.get("/a");
             process.metrics().sum("transom_shared_servers_unreachable", &[]) > 0
         });
-        Outage { process, _redis: redis }
+        Outage { process, _redis: redis, _copy: copy }
     }
 }
 
@@ -1013,6 +1053,10 @@ fn screenshots_can_be_made() {
     browser.open(outage.process.admin, "light", false);
     browser.wait("#status", "unreachable");
     shoot(&mut browser, "outage", Some(780));
+    browser.click("#views a[href='#clients']");
+    browser.wait("#clients .clients", "the store cannot be reached");
+    browser.run(json!({ "do": "run", "script": "document.activeElement.blur()" }));
+    shoot(&mut browser, "clients-outage", Some(780));
     for file in made {
         assert!(fs::read(&file).unwrap().starts_with(b"\x89PNG"), "{}", file.display());
     }

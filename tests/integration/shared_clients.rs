@@ -588,12 +588,17 @@ fn a_revoked_key_is_refused_elsewhere_within_a_second() {
 
 #[test]
 fn keys_of_a_client_on_all_gateways_together_get_exactly_the_limit() {
+    const LIMIT: usize = 1000;
     const KEYS: usize = 50;
     const CONNECTIONS: usize = 64;
     const REQUESTS_EACH: usize = 5;
     let (redis, scratch) = (RedisServer::start(), TempDir::new());
-    let start = |number: usize| Process::spawn(&config(&redis, &scratch.path().join(format!("{number}.copy")), &[]));
-    let gateways: Vec<Process> = (0..4).map(start).collect();
+    let file = |number: usize, name: &str| scratch.path().join(format!("{number}.{name}"));
+    let start = |number: usize| {
+        let log = format!("[access_log]\nfile = {:?}\n", file(number, "log"));
+        Process::spawn(&(config(&redis, &file(number, "copy"), &[]) + &log))
+    };
+    let mut gateways: Vec<Process> = (0..4).map(start).collect();
     let keys: Vec<String> = (0..KEYS).map(|number| format!("key {number}")).collect();
     let borrowed: Vec<&str> = keys.iter().map(String::as_str).collect();
     change(&redis, "acme", Some(&client_json("pro", &borrowed)));
@@ -616,5 +621,24 @@ fn keys_of_a_client_on_all_gateways_together_get_exactly_the_limit() {
             sending.map(|(connection, gateway)| scope.spawn(move || send(connection, gateway))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).sum()
     });
-    assert_eq!(admitted, 1000, "of {} requests", gateways.len() * CONNECTIONS * REQUESTS_EACH);
+    let sent = gateways.len() * CONNECTIONS * REQUESTS_EACH;
+    assert_eq!(admitted, LIMIT, "of {sent} requests");
+
+    // Gateways that end write their logs and copies.
+    for gateway in &mut gateways {
+        gateway.signal("TERM");
+        assert!(gateway.wait().success());
+    }
+    let logs: Vec<String> = (0..4).map(|number| file(number, "log").display().to_string()).collect();
+    let arguments = ["simulate", "--json", "--config", gateways[0].config_path().to_str().unwrap()].map(str::to_owned);
+    let arguments: Vec<&str> = arguments.iter().chain(&logs).map(String::as_str).collect();
+    let (code, stdout, stderr) = process::run(&arguments);
+    assert_eq!(code, Some(0), "{stderr}");
+    let report: Value = serde_json::from_str(&stdout).unwrap();
+    let rule = &report["scenarios"][0]["rules"][0];
+    let of_pro = rule["windows"].as_array().unwrap().iter().find(|window| window["plan"] == "plan pro").unwrap();
+    assert_eq!((&of_pro["asked"]["max"], &of_pro["refused"]), (&json!(sent), &json!(sent - LIMIT)), "{rule:#}");
+    let of_probe = |log: &String| fs::read_to_string(log).unwrap().matches("\"client_name\":\"probe\"").count();
+    let expected = (&json!(LIMIT + logs.iter().map(of_probe).sum::<usize>()), &json!(sent - LIMIT));
+    assert_eq!((&rule["admitted"], &rule["refused"]), expected, "{rule:#}");
 }
