@@ -326,13 +326,24 @@ impl Model {
     pub fn record(&mut self, request: &Request, now: Ms, is_admitted: bool) {
         let mut next = self.clone();
         let is_bad = self.decide(request, now).is_bad;
+        for resolution in self.resolutions(request) {
+            if let Resolution::Missing(rule) = resolution
+                && rule.is_shadow
+                && is_admitted
+            {
+                next.count_outcome(rule, "shadowed");
+            }
+        }
         for applied in self.applied(request) {
             let rule = applied.rule;
             let is_full = !self.full_layers(&applied, now).is_empty();
             let is_refusing = !self.refusing(&applied, now).is_empty();
-            // How a shadow rule counts in metrics beside another rule that refuses is not documented.
+            // A shadow rule does not decide a request that other rules refuse.
+            if rule.is_shadow && !is_admitted {
+                continue;
+            }
             let outcome = match (is_refusing, is_admitted) {
-                _ if rule.is_shadow => None,
+                (true, _) if rule.is_shadow => Some("shadowed"),
                 (true, _) => Some("refused"),
                 (false, is_admitted) => is_admitted.then_some("admitted"),
             };
@@ -345,7 +356,7 @@ impl Model {
             {
                 next.penalties.insert((applied.position, applied.key.clone()), now + penalty_ms);
             }
-            if !is_admitted || (rule.is_shadow && is_refusing) {
+            if is_refusing || !is_admitted {
                 if rule.count_refused {
                     for layer in applied.layers {
                         let taken = applied.cost.min(self.left(&applied, layer, now)).max(0);
@@ -362,7 +373,7 @@ impl Model {
                 _ => applied.cost,
             };
             let settled = if is_counted { stated } else { 0 };
-            if !is_counted && !rule.is_shadow {
+            if !is_counted {
                 next.count_outcome(rule, "refunded");
             }
             for layer in applied.layers {

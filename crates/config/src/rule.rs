@@ -73,7 +73,8 @@ settings! {
             read: read_cost,
         };
         /// What happens to a request that exceeds a layer. `"delay"`: it [waits](#delay) for a later window. `"shadow"`:
-        /// metrics and log report the decision; it is neither enforced nor shown to the client.
+        /// metrics and log report the decision; it is neither enforced nor shown to the client. A request that another rule
+        /// refuses is not decided.
         on_limit: OnLimit = Choice(OnLimit::Refuse, &ON_LIMIT);
         /// Longest wait of a request; required with `"delay"`. A request that would wait longer is refused at once.
         max_delay: Option<Duration> = Optional(Time(Duration::from_secs(2), 1..=DAY_MS));
