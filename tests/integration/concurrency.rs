@@ -447,7 +447,8 @@ fn a_slot_refusal_starts_the_penalty_of_a_full_window() {
     assert_eq!(get(&gateway, "a").expect(429).field("retry-after"), Some("3600"));
     finish(held);
     gateway.advance_s(60);
-    get(&gateway, "a").expect(429);
+    eventually_eq(|| under_way(&gateway), 0);
+    assert_eq!(get(&gateway, "a").expect(429).problem()["violated-policies"], json!(["pen-penalty"]));
 }
 
 #[test]

@@ -295,33 +295,6 @@ fn a_full_window_starts_its_penalty_whichever_rule_refuses_first() {
     }
 }
 
-/// The gateway whose other rule refuses has not seen the key before.
-#[test]
-fn a_window_that_another_gateway_has_filled_starts_its_penalty() {
-    let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
-    for kind in ["", ", start = \"first-request\"", ", sliding = true"] {
-        let p = format!("p{}", kind.len());
-        let toml = format!(
-            "[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\n{}\
-             [rules.{p}]\nkey = \"ip\"\npenalty = \"1h\"\nwindows = [{{ limit = 3, period = \"{WINDOW}\"{kind} }}]\n\
-             [rules.b]\nkey = \"ip\"\nshared = \"off\"\nwindows = [\"1/{WINDOW}\"]\n\
-             [[routes]]\npath = \"/b\"\nupstream = \"u\"\nrules = [\"b\"]\n\
-             [[routes]]\npath = \"/both\"\nupstream = \"u\"\nrules = [\"b\", \"{p}\"]\n\
-             [[routes]]\npath = \"/p\"\nupstream = \"u\"\nrules = [\"{p}\"]\n",
-            redis.url(),
-            upstream.toml("u"),
-        );
-        let [one, other] = [Process::spawn(&toml), Process::spawn(&toml)];
-        assert_eq!(admitted(&mut one.client(), "/p", 3), 3);
-        other.get("/b").expect(200);
-        let penalties = || redis.keys().into_iter().filter(|key| key.contains("penalty")).count();
-        assert_eq!(penalties(), 0);
-        other.get("/both").expect(429);
-        eventually_eq(penalties, 1);
-        redis.cli(&["FLUSHALL"]);
-    }
-}
-
 #[test]
 fn a_window_admits_its_limit_over_outages() {
     let upstream = upstream_with_cost();

@@ -329,7 +329,6 @@ impl Model {
         for resolution in self.resolutions(request) {
             if let Resolution::Missing(rule) = resolution
                 && rule.is_shadow
-                && is_admitted
             {
                 next.count_outcome(rule, "shadowed");
             }

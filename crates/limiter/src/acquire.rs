@@ -61,6 +61,12 @@ impl Charge {
         }
     }
 
+    /// Whether a reservation, made when the open window ended at `end_ms`, was charged after a later one: a refund may have ended that
+    /// window, and another request may have opened the later one.
+    pub fn reserves_later_than(&self, end_ms: u64) -> bool {
+        self.request.kind.is_opened_by_requests() && self.usage.end_ms > end_ms
+    }
+
     /// As [`Charge::receipt`]. The caller refunds or keeps it; the charge then has none.
     pub fn take_receipt(&mut self) -> Option<ShardReceipt> {
         let receipt = self.receipt();

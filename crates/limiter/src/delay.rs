@@ -61,8 +61,9 @@ impl ChargePlan {
             let ends: Vec<u64> = context.result.charges.iter().map(|charge| charge.usage.end_ms).collect();
             let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
             if acquire_peeked(table, charges.as_mut_slice(), shard_receipts, time) == AcquireResult::Admitted {
-                // A refund may have ended the window after which the request reserves, and another request may have opened a later one.
-                let is_later = |(charge, end_ms): (&LayerCharge, &u64)| charge.is_full && charge.usage.end_ms > *end_ms;
+                let is_later = |(charge, end_ms): (&LayerCharge, &u64)| {
+                    admission_times[charge.layer.position] > time.now_ms && charge.reserves_later_than(*end_ms)
+                };
                 if !context.result.charges.iter().zip(&ends).any(is_later) {
                     context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
                     return Some(Decision::Delayed { until_ms, waiter, recharge });
@@ -240,7 +241,9 @@ impl ChargePlan {
         let time = self.time(context.result.decided_ms);
         for charge in &mut context.result.charges[first..] {
             if charge.mode.is_local() && self.rule_of(charge.layer).rule.count_refused {
-                without_remote_usage(charge, table, time.now_ms, |charge| acquire_remaining(charge, table, time));
+                let capacity = self.layer(charge.layer).capacity;
+                let acquire = |charge: &mut Charge| acquire_remaining(charge, table, time);
+                without_remote_usage(charge, capacity, table, time.now_ms, acquire);
             }
         }
     }

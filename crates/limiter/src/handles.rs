@@ -125,6 +125,11 @@ impl<I: Handle, T> IdVec<I, T> {
         self.items.clear();
     }
 
+    /// Removes the items that `keeps` is false for. The items behind them get other handles.
+    pub fn retain(&mut self, keeps: impl FnMut(&T) -> bool) {
+        self.items.retain(keeps);
+    }
+
     /// Removes the items from `first` on.
     #[inline]
     pub fn truncate(&mut self, first: I) {

@@ -411,8 +411,8 @@ impl ChargePlan {
         start
     }
 
-    /// Charges the prepared charges from `start` to `until`, all or none, without a peek; `false` if another request
-    /// took the tokens.
+    /// Charges the prepared reservations from `start` to `until`, without a peek. `false`: another request took the tokens, or has
+    /// opened a later window; what was charged is then to be refunded.
     pub fn acquire_prepared<const W: usize>(
         &self,
         table: &Table<W>,
@@ -422,7 +422,11 @@ impl ChargePlan {
         until: ChargePosition,
     ) -> bool {
         let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
-        acquire_peeked(table, &mut charges[start..until], shard_receipts, self.time(now_ms)) == AcquireResult::Admitted
+        let charges = &mut charges[start..until];
+        let ends: Vec<u64> = charges.iter().map(|charge| charge.usage.end_ms).collect();
+        let result = acquire_peeked(table, charges, shard_receipts, self.time(now_ms));
+        let is_later = |(charge, end_ms): (&LayerCharge, &u64)| charge.reserves_later_than(*end_ms);
+        result == AcquireResult::Admitted && !charges.iter().zip(&ends).any(is_later)
     }
 
     /// Reads the usage of the charges from `start` on again: from local counters, and from the known usage for layers
@@ -539,16 +543,17 @@ impl ChargePlan {
     }
 }
 
-/// Takes the known usage of other gateways out of a local charge that states the usage of all, during `change`.
+/// Takes the known usage of other gateways out of a local charge during `change`, if it states the usage of all, up to the capacity.
 pub(super) fn without_remote_usage<const W: usize>(
     charge: &mut LayerCharge,
+    capacity: u32,
     table: &Table<W>,
     now_ms: u64,
     change: impl FnOnce(&mut Charge),
 ) {
     let whole = charge.request.ceiling;
-    let remote =
-        if charge.mode == CountingMode::LocalFallback { remote_usage(charge.counter, table, now_ms) } else { 0 };
+    let states_all = charge.mode == CountingMode::LocalFallback && whole >= capacity.into();
+    let remote = if states_all { remote_usage(charge.counter, table, now_ms) } else { 0 };
     charge.request.ceiling = whole.saturating_sub(remote);
     charge.usage.used = charge.usage.used.saturating_sub(remote);
     change(charge);

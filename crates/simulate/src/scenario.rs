@@ -531,6 +531,7 @@ impl Scenario {
                 }
                 self.refused += 1;
                 self.rule_set.refund(&delayed.receipts, u32::MAX, &self.table, now_ms);
+                charge_plan.refuse(&self.table, now, &mut self.context);
                 self.compare(&delayed.request, LoggedDecision::Refused);
                 return;
             }

@@ -271,7 +271,7 @@ impl SharedCounters {
         if !charge_plan.has_penalties() {
             return;
         }
-        let now_ms = self.clock.now().unix_ms;
+        let (now_ms, refused_ms) = (self.clock.now().unix_ms, context.result.decided_ms);
         for position in charge_plan.new_penalties(context, ChargePosition::FIRST) {
             let charge = &mut context.result.charges[position];
             let of = charge.layer;
@@ -282,9 +282,10 @@ impl SharedCounters {
             };
             let rule_set = charge_plan.rule_set();
             let windows = rule_set.windows_of(charge_plan.layer(of));
-            charge.usage = Usage { used: 1, end_ms: now_ms + windows.typical_ms() };
+            charge.usage = Usage { used: 1, end_ms: refused_ms + windows.typical_ms() };
             charge.is_full = true;
-            self.raise_known_usage(charge.counter, charge.usage.end_ms, 1, now_ms);
+            let counter = charge_plan.layer(of).counter(keyed_request);
+            self.raise_known_usage(counter, charge.usage.end_ms, 1, now_ms);
             let (shared, rule_set) = (Rc::clone(self), Arc::clone(rule_set));
             tokio::task::spawn_local(async move {
                 shared.start_store_penalty(&rule_set, of.id.rule, keyed_request, &store_key).await;
@@ -305,12 +306,7 @@ impl SharedCounters {
         let base_request = self.counter_request(rule_set, layer, keyed_request, store_key, now_ms);
         let request = CounterRequest { need: 1, ceiling: 1, ..base_request };
         match self.acquire(&[request]).await {
-            // Another gateway may have started it before.
-            Ok(AcquireReply::Granted { counters, .. } | AcquireReply::Refused { counters, .. }) => {
-                let layer = rule_set.layer(layer);
-                let (counter, kind) = (layer.counter(keyed_request), layer.request.kind);
-                counters.iter().for_each(|reply| _ = self.note_store_usage(counter, kind, *reply, reply.used, 0));
-            }
+            Ok(AcquireReply::Granted { .. } | AcquireReply::Refused { .. }) => {}
             Ok(AcquireReply::OtherWindow { .. }) | Err(_) => {
                 let clock = || self.clock.now().unix_ms;
                 rule_set.start_penalty(rule, keyed_request, &self.table, DecisionTime::read(&clock));
@@ -627,7 +623,11 @@ impl SharedDecision {
             match charge_plan.decide_locally(&others, &shared.table, now, &mut self.context, false) {
                 LocalDecision::Decided(Decision::Admitted) => {}
                 LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => {
-                    let (reserved, table) = ([local, remote].concat(), &shared.table);
+                    // Exact layers are added with their known usage, as after any refusal.
+                    let modes = &self.context.sharing.counting_modes;
+                    let leased = remote.iter().filter(|layer_ref| modes[layer_ref.position] == CountingMode::Leased);
+                    let reserved: Vec<LayerRef> = local.iter().chain(leased).copied().collect();
+                    let table = &shared.table;
                     let first_reserved = charge_plan.add_prepared_charges(&reserved, table, now_ms, &mut self.context);
                     charge_plan.state_usage(&usages, &mut self.context, first_reserved);
                     return self.refuse_here(charge_plan, first);

@@ -254,7 +254,12 @@ impl SharedCounters {
         context: &mut DecisionContext,
         store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
-        let progress = DecisionProgress::new(charge_plan);
+        let progress = DecisionProgress { ignores_leases: true, ..DecisionProgress::new(charge_plan) };
+        progress.set_counting_modes(charge_plan, context);
+        // A peek knows nothing of what the store has refused.
+        let modes = &context.sharing.counting_modes;
+        context.result.charges.retain(|charge| modes[charge.layer.position] != CountingMode::Remote);
+        self.add_layers_not_sent(charge_plan, context, &progress, &store_key);
         self.start_penalties(charge_plan, context, &store_key);
         self.charge_refused_request(charge_plan, context, &progress, store_key);
     }

@@ -503,7 +503,7 @@ impl SharedCounters {
     }
 
     /// Adds the layers to a refused decision that the store would have decided, and that were not sent because other layers had
-    /// refused before, if their rules count the refusal or start a penalty. Their usage is what is known of it.
+    /// refused before. Their usage is what is known of it.
     pub(super) fn add_layers_not_sent(
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
@@ -511,15 +511,10 @@ impl SharedCounters {
         progress: &DecisionProgress,
         store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
-        if !charge_plan.counts_refused() && !charge_plan.has_penalties() {
-            return;
-        }
         let now_ms = self.clock.now().unix_ms;
         let layers = charge_plan.enforced_layers_of(context, now_ms);
         let is_not_sent = |layer_ref: &&LayerRef| {
-            let compiled_rule = charge_plan.rule_of(**layer_ref);
-            (compiled_rule.rule.count_refused || compiled_rule.penalty.is_some())
-                && context.sharing.counting_modes.get(layer_ref.position) == Some(&CountingMode::Remote)
+            context.sharing.counting_modes.get(layer_ref.position) == Some(&CountingMode::Remote)
                 && !progress.without_store[layer_ref.position]
                 && context.charge_of(**layer_ref).is_none()
         };
@@ -531,34 +526,25 @@ impl SharedCounters {
             let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.position] else { continue };
             self.set_known_usage_of(charge_plan, charge, keyed_request, now_ms);
             let may_be_full = charge.usage.used + u64::from(charge.request.cost) > charge.request.ceiling;
-            let counter = charge.counter;
-            let (is_penalty, rule) = (charge_plan.layer(layer_ref).is_penalty(), charge_plan.rule_of(layer_ref));
-            // Tokens of a sliding window may have come back. Other gateways may have used a window that is not known here.
-            let only_store_knows =
-                match charge.request.kind {
-                    WindowKind::Sliding => !charge.is_full && may_be_full,
-                    _ => false,
-                } || rule.penalty.is_some() && !is_penalty && self.table.known_usage(counter, now_ms).is_none();
-            if only_store_knows
+            if charge.request.kind == WindowKind::Sliding
+                && !charge.is_full
+                && may_be_full
+                && charge_plan.rule_of(layer_ref).penalty.is_some()
                 && let Some(store_key) = store_key(layer_ref.position)
                 && !self.is_unreachable(&self.key_base(&store_key, "", 0))
-                && self.begin_check(counter)
+                && self.begin_check(charge.counter)
             {
+                // Tokens may have come back: only the store knows.
+                let counter = charge.counter;
                 let request =
                     self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, &store_key, now_ms);
                 let ceiling = request.ceiling.saturating_sub(u64::from(charge.request.cost));
                 let (shared, rule_set) = (Rc::clone(self), Arc::clone(charge_plan.rule_set()));
                 tokio::task::spawn_local(async move {
-                    let (kind, request) = (request.window.kind, CounterRequest { ceiling, ..request });
+                    let request = CounterRequest { ceiling, ..request };
                     let reply = shared.acquire(&[request]).await;
                     shared.leases.with_existing(counter_id(counter), |record| record.is_being_checked = false);
-                    let (is_full, replies) = match reply {
-                        Ok(AcquireReply::Granted { counters, .. }) => (false, counters),
-                        Ok(AcquireReply::Refused { counters, .. }) => (true, counters),
-                        Ok(AcquireReply::OtherWindow { .. }) | Err(_) => return,
-                    };
-                    replies.iter().for_each(|reply| _ = shared.note_store_usage(counter, kind, *reply, reply.used, 0));
-                    if is_full {
+                    if let Ok(AcquireReply::Refused { .. }) = reply {
                         shared.start_store_penalty(&rule_set, layer_ref.id.rule, keyed_request, &store_key).await;
                     }
                 });
@@ -566,7 +552,7 @@ impl SharedCounters {
         }
     }
 
-    /// Whether a check of a window may begin: a flood of refused requests causes one at a time.
+    /// Whether a check of a sliding window may begin: a flood of refused requests causes one at a time.
     fn begin_check(&self, counter: Counter) -> bool {
         let now = self.clock.instant();
         self.leases.with_or_insert(counter, self.own_shard, now, |record| {
