@@ -16,6 +16,7 @@ use transom_runtime::metrics::events::{
 };
 use transom_runtime::metrics::exposition::{Reading, render};
 use transom_runtime::metrics::process;
+use transom_usage::usage::Kind;
 
 /// `fields`: those of the request.
 pub fn response(state: &AdminState, fields: &HeaderMap) -> LocalResponse {
@@ -26,7 +27,8 @@ pub fn response(state: &AdminState, fields: &HeaderMap) -> LocalResponse {
         served.config.rules.iter().for_each(|rule| add_limits(rule, &mut readings));
         if let (true, Some(plans)) = (served.config.metrics.clients, served.decision_service.clients()) {
             let exists = |client: &str, plan: &str| plans.named(client).is_some_and(|client| client.plan == plan);
-            readings.extend(state.registry.counted_clients.readings(state.clock.wall_ms(), exists));
+            let kinds = Kind::ALL.map(Kind::name);
+            readings.extend(state.registry.counted_clients.readings(state.clock.wall_ms(), kinds, exists));
         }
     }
     let format = accepted::format(fields);

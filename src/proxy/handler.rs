@@ -262,7 +262,7 @@ fn respond(
         // Dropped before the record, as when the client goes away, so that the access log states what bytes have cost.
         let mut pending_cost = pending_cost.filter(|_| !is_forward_auth);
         if let Some(pending_cost) = &mut pending_cost {
-            pending_cost.log_costs(&mut record);
+            pending_cost.note_record(&mut record);
             pending_cost.begin_forwarding(plan.route, &mut request, body_values);
         }
         let response = match forward(&config, &peer, &mut plan, request, &mut record).await {

@@ -172,6 +172,11 @@ impl RequestRecord {
         }
     }
 
+    /// Where the usage of the client is counted.
+    pub fn client_cells(&self) -> Option<ClientCells> {
+        self.client.clone()
+    }
+
     /// Counts a denied request, and notes why it is denied for the access log.
     pub fn record_denial(&mut self, denial: Denial<'_>) {
         let id = denial.id();

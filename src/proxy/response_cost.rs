@@ -1,7 +1,7 @@
 //! Settles charges that depend on the response: a cost that the response states, in its head or by the usage in its body, and
 //! `count_when`.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName};
@@ -25,6 +25,7 @@ use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::response_cost::{
     BodyEnd, FinalCost, GRPC_UNKNOWN, ResponseCostId, ResponseCostRule, ResponseEnd, grpc_status,
 };
+use transom_runtime::metrics::clients::ClientCells;
 use transom_store::scripts::Refund;
 use transom_store::settlement::RuleCharges;
 use transom_usage::decimal::Decimal;
@@ -42,6 +43,8 @@ pub struct PendingCost {
     route: Option<RouteId>,
     /// The model that the request names, if costs depend on it.
     model: RequestedModel,
+    /// Where the usage of the client is counted, once a response.
+    client: Cell<Option<ClientCells>>,
     /// Set once the request is forwarded, if a rule counts bytes.
     meter: Option<Rc<ByteMeter>>,
     forwarding: Forwarding,
@@ -97,6 +100,7 @@ impl PendingCost {
             unsettled: charged.map(charges).collect(),
             route: None,
             model: RequestedModel::Unknown,
+            client: Cell::new(None),
             meter: None,
             forwarding: Forwarding::Answered,
         }))
@@ -111,8 +115,9 @@ impl PendingCost {
         }
     }
 
-    /// Notes costs for the access log, if the request is logged.
-    pub fn log_costs(&self, record: &mut RequestRecord) {
+    /// Notes where usage counts beside its rule, and costs for the access log, if the request is logged.
+    pub fn note_record(&self, record: &mut RequestRecord) {
+        self.client.set(record.client_cells());
         let rules = &self.request.rules().response_costs.rules;
         let mut stated =
             self.unsettled.iter().map(|charges| &rules[charges.rule]).filter(|rule| rule.states_cost()).peekable();
@@ -306,10 +311,11 @@ impl PendingCost {
             let used = Kind::ALL.into_iter().filter(|kind| usage[*kind] > Decimal::ZERO);
             log.usage.extend(used.map(|kind| (kind.name(), number(usage[kind]))));
         }
+        let tokens = Kind::ALL.map(|kind| usage[kind].rounded_up().min(u32::MAX.into()));
         if let Some(metrics) = self.route.and_then(|route| self.request.config.usage_metrics[route].as_ref()) {
-            let tokens = Kind::ALL.map(|kind| usage[kind].rounded_up().min(u32::MAX.into()));
             metrics.rules[rule].iter().for_each(|kinds| kinds.add(tokens));
         }
+        self.client.take().iter().for_each(|client| client.used(tokens));
     }
 
     /// Counts a response without the usage that a rule reads, and logs the reason when it begins. Clients that go away are none.

@@ -244,7 +244,8 @@ fn prometheus_accepts_the_metrics_of_every_part() {
     );
     let key_set = issuer.jwks().to_string();
     let keys = Upstream::responding(move |_| reply(200, &[], key_set.as_bytes()));
-    let (upstream, receiver) = (Upstream::always(200), free_port());
+    let upstream = Upstream::responding(|_| reply(200, &[], br#"{"usage":{"prompt_tokens":1}}"#));
+    let receiver = free_port();
     let (log, snapshot) = (scratch.path().join("access.log"), scratch.path().join("snapshot"));
     let tls = tls.replace("[listen]\n", "[listen]\nratelimit_service = \"127.0.0.1:0\"\n");
     let denied = scratch.write("access.toml", "[[deny]]\nkey = { part = \"header:x-device\", value = \"d\" }\n");
@@ -265,7 +266,9 @@ fn prometheus_accepts_the_metrics_of_every_part() {
              [rules.flight]\nkey = \"ip\"\nconcurrent = 9\nshared = \"off\"\n\
              [rules.failures]\nkey = \"ip\"\nwindows = [\"9/hour\"]\nshared = \"off\"\npenalty = \"1h\"\n\
              count_when = {{ status = [401] }}\n\
-             [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"shared\", \"local\", \"flight\", \"failures\"]\n",
+             [rules.tokens]\nkey = \"ip\"\nwindows = [\"99/hour\"]\nshared = \"off\"\ncost = {{ usage = \"auto\" }}\n\
+             [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n\
+             rules = [\"shared\", \"local\", \"flight\", \"failures\", \"tokens\"]\n",
             redis.port,
             issuer.keys(&scratch),
             keys.address,
@@ -274,9 +277,9 @@ fn prometheus_accepts_the_metrics_of_every_part() {
         &format!("[clients.acme]\nplan = \"gold\"\napi_keys = [\"{}\"]\n", Digest::of(b"a key")),
     );
     let mut client = process.client();
+    client.get_with("/b", &[("X-Api-Key", "a key")]).expect(200);
     let statuses: Vec<u16> = (0..7).map(|_| client.get("/a").status).collect();
     assert!(statuses.contains(&200) && statuses.contains(&429), "{statuses:?}");
-    client.get_with("/b", &[("X-Api-Key", "a key")]);
     client.get_with("/b", &[("X-Device", "d")]).expect(403);
     // Shared counters have no snapshot.
     let saving = Process::spawn(&format!(

@@ -5,6 +5,7 @@ use std::io::Write as _;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::{Value, json};
+use transom_limiter::secret_digest::Digest;
 
 use crate::access_log::wait_for_lines;
 use crate::count_when::documented;
@@ -305,6 +306,30 @@ fn the_request_or_experience_says_what_is_reserved() {
     let mut http2 = Http2Client::connect(gateway.http);
     let response = http2.request_path("POST", "/chat", &[], br#"{"max_tokens":1,"model":"m"}"#).expect(200);
     assert_eq!(["r0", "r1"].map(|rule| 100_000 - remaining(&response, rule)), [totals[0] + 17, totals[1] + 25]);
+}
+
+/// Once a response, although two rules read it; unknown clients are not counted.
+#[test]
+fn usage_is_counted_by_client() {
+    let upstream = upstream();
+    let rules = ["{ usage = \"auto\" }", "{ usage = \"auto\", weights = { output = 4 } }"];
+    let clients = "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\n[metrics]\nclients = true\n";
+    let client =
+        |name: &str| format!("[clients.{name}]\nplan = \"gold\"\napi_keys = [\"{}\"]\n", Digest::of(name.as_bytes()));
+    let plan = "[rules.r0.plans.gold]\nwindows = [\"100000/day\"]\n";
+    let toml = format!("{clients}{}{plan}", config(&upstream, &rules));
+    let gateway = Gateway::start_with(&toml, &(client("a") + &client("b")));
+    for (path, key) in [("/chat", "a"), ("/stream", "a"), ("/none", "a"), ("/chat", "b"), ("/chat", "unknown")] {
+        gateway.get_with(path, &[("X-API-Key", key)]).expect(200);
+    }
+    let usage = |client, kind| {
+        let labels = [("client", client), ("plan", "gold"), ("kind", kind)];
+        gateway.metrics().sum("transom_client_usage_total", &labels)
+    };
+    let kinds =
+        |client| ["input", "cached_input", "cache_write", "output", "reasoning"].map(|kind| usage(client, kind));
+    eventually_eq(|| [kinds("a"), kinds("b")], [[11 + 25, 4, 0, 7 + 15, 3], [11, 4, 0, 7, 3]]);
+    assert_eq!(gateway.metrics().sum("transom_client_usage_total", &[]), 65 + 25);
 }
 
 /// Streams of OpenAI state their usage only on request.

@@ -241,8 +241,8 @@ settings! {
 settings! {
     /// Metrics on the admin address.
     pub struct MetricsSettings {
-        /// Count the requests of each client of `[clients]`, by its name and plan: `transom_client_requests_total`. At most 10,000
-        /// clients have series of their own.
+        /// Count the requests of each client of `[clients]`, and the usage of their responses, by its name and plan:
+        /// `transom_client_requests_total`, `transom_client_usage_total`. At most 10,000 clients have series of their own.
         clients: bool = Boolean(false);
         /// Upper bounds of the buckets of `transom_request_duration_seconds`, ascending. An SLO of 300 ms needs the bucket
         /// `"300ms"`.

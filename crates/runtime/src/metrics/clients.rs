@@ -1,4 +1,4 @@
-//! `transom_client_requests_total`: requests by client, for a bounded number of clients that were seen lately.
+//! Requests and usage by client, for a bounded number of clients that were seen lately.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -11,7 +11,13 @@ use super::{Metric, Registry, WorkerId, counter};
 
 pub static CLIENT_REQUESTS: Metric =
     counter("transom_client_requests_total", "Requests of clients, by plan and outcome.");
+pub static CLIENT_USAGE: Metric = counter(
+    "transom_client_usage_total",
+    "Usage that responses to clients have stated, by plan and kind, rounded up a response.",
+);
 
+/// Kinds of usage.
+pub const KINDS: usize = 5;
 /// Clients that have series of their own.
 const CLIENTS_MAX: usize = 10_000;
 /// What stands for the other clients. No client can have this name.
@@ -19,13 +25,17 @@ const OTHERS: &str = "(other)";
 /// How long clients without requests keep their series when other clients have none.
 const IDLE_MS: u64 = 5 * 60 * 1000;
 
-/// The admitted and the refused requests of one client in one worker.
+/// The admitted and the refused requests of one client in one worker, and the usage of their responses by kind.
 #[derive(Clone, Debug, Default)]
-pub struct ClientCells(Arc<[MetricCell; 2]>);
+pub struct ClientCells(Arc<([MetricCell; 2], [MetricCell; KINDS])>);
 
 impl ClientCells {
     pub fn decided(&self, is_refused: bool) {
-        self.0[usize::from(is_refused)].add(1);
+        self.0.0[usize::from(is_refused)].add(1);
+    }
+
+    pub fn used(&self, tokens: [u64; KINDS]) {
+        self.0.1.iter().zip(tokens).for_each(|(cell, tokens)| cell.add(tokens));
     }
 }
 
@@ -53,8 +63,12 @@ struct CountedClient {
 }
 
 impl CountedClient {
-    fn totals(&self) -> [u64; 2] {
-        [0, 1].map(|outcome| self.by_worker.values().map(|cells| cells.0[outcome].get()).sum())
+    fn requests(&self) -> [u64; 2] {
+        [0, 1].map(|outcome| self.by_worker.values().map(|cells| cells.0.0[outcome].get()).sum())
+    }
+
+    fn usage(&self) -> [u64; KINDS] {
+        std::array::from_fn(|kind| self.by_worker.values().map(|cells| cells.0.1[kind].get()).sum())
     }
 }
 
@@ -70,8 +84,8 @@ impl CountedClients {
     }
 
     /// The series, without those of clients that do not exist with this name and plan; and, if there are too many, of those
-    /// that had no requests for some minutes.
-    pub fn readings(&self, now_ms: u64, exists: impl Fn(&str, &str) -> bool) -> Vec<Reading> {
+    /// that had no requests for some minutes. `kinds`: the names of the kinds of usage.
+    pub fn readings(&self, now_ms: u64, kinds: [&str; KINDS], exists: impl Fn(&str, &str) -> bool) -> Vec<Reading> {
         let mut counted = self.counted.lock().unwrap_or_else(PoisonError::into_inner);
         let Counted { clients, checked_ms } = &mut *counted;
         let before = clients.len();
@@ -80,20 +94,27 @@ impl CountedClients {
             *checked_ms = now_ms;
         }
         clients.retain(|(client, plan), counted| {
-            let total = counted.totals().iter().sum();
+            let total = counted.requests().iter().sum();
             let is_idle = is_due && std::mem::replace(&mut counted.checked_total, total) == total;
             client == OTHERS || (exists(client, plan) && !is_idle)
         });
         if clients.len() != before {
             self.generation.add(1);
         }
-        let readings = clients.iter().flat_map(|((client, plan), counted)| {
-            ["admitted", "refused"].into_iter().zip(counted.totals()).map(move |(outcome, total)| {
-                let labels = [("client", client.as_str()), ("plan", plan), ("outcome", outcome)];
-                Reading::new(&CLIENT_REQUESTS, &labels, total as f64)
-            })
-        });
-        readings.collect()
+        let mut readings = Vec::new();
+        for ((client, plan), counted) in clients.iter() {
+            let mut add = |metric, label, value, total| {
+                let labels = [("client", client.as_str()), ("plan", plan), (label, value)];
+                readings.push(Reading::new(metric, &labels, total as f64));
+            };
+            for (outcome, total) in ["admitted", "refused"].into_iter().zip(counted.requests()) {
+                add(&CLIENT_REQUESTS, "outcome", outcome, total);
+            }
+            for (kind, total) in kinds.into_iter().zip(counted.usage()).filter(|(_, total)| *total > 0) {
+                add(&CLIENT_USAGE, "kind", kind, total);
+            }
+        }
+        readings
     }
 }
 
@@ -161,7 +182,8 @@ mod tests {
             }
         };
         let series = |now_ms, exists: &dyn Fn(&str) -> bool| {
-            let readings = registry.counted_clients.readings(now_ms, |client, plan| plan == "gold" && exists(client));
+            let exists = |client: &str, plan: &str| plan == "gold" && exists(client);
+            let readings = registry.counted_clients.readings(now_ms, [""; KINDS], exists);
             let admitted = readings.iter().step_by(2).map(|reading| reading.value);
             (readings.len() / 2, admitted.sum::<f64>())
         };

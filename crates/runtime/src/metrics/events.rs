@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use transom_limiter::handles::{Handle, IdVec, LimitNameId, PlanPosition, RuleId};
 
-use super::clients::CLIENT_REQUESTS;
+use super::clients::{CLIENT_REQUESTS, CLIENT_USAGE};
 use super::storage::{GaugeGuard, Histogram, MetricCell, RouteCells};
 use super::{Metric, Registry, WorkerId, counter, gauge, histogram, process, redis, upstream};
 
@@ -139,6 +139,7 @@ pub static NAMES: &[&Metric] = &[
     &USAGE_MISSING,
     &DENIED,
     &CLIENT_REQUESTS,
+    &CLIENT_USAGE,
     &DECISION_DURATION,
     &SERVICE_CALLS,
     &SERVICE_DESCRIPTORS,
