@@ -185,6 +185,19 @@ fn a_request_counts_once_whichever_rule_delays_it() {
     });
 }
 
+/// The store is not asked once a rule refuses that is counted in the gateway.
+#[test]
+fn a_refusal_states_exact_windows_that_were_not_asked() {
+    let (redis, upstream) = (RedisServer::start(), upstream_with_cost());
+    let c = format!("key = \"ip\"\nshared = \"off\"\nwindows = [\"1/{WINDOW}\"]");
+    let d = "key = \"ip\"\nshared = \"exact\"\nwindows = [\"1/360d\"]";
+    let gateway = start(&redis, &upstream, "timeout = \"10s\"", &[("c", &c), ("d", d)]);
+    assert_eq!(remaining(&gateway.get("/a").expect(200), "d"), 0);
+    let refused = gateway.get("/a").expect(429);
+    assert_eq!((remaining(&refused, "c"), remaining(&refused, "d")), (0, 0));
+    assert_eq!(refused.problem()["violated-policies"], json!(["c", "d"]));
+}
+
 #[test]
 fn a_refused_request_opens_no_window_in_the_store() {
     let (redis, upstream) = (RedisServer::start(), upstream_with_cost());

@@ -394,6 +394,26 @@ mod tests {
         });
     }
 
+    /// Tokens of a sliding window come back before its known usage ends.
+    #[test]
+    fn a_refusal_for_a_slot_calls_no_sliding_window_full_whose_tokens_came_back() {
+        run(async {
+            let mut rule = Rule { sharing: Sharing::Exact, penalty_ms: Some(HOUR_MS), ..leased(&["3/minute"]) };
+            rule.layers[0].windows = Windows::Sliding { period_ms: 60_000 };
+            let worker = TestWorker::new(&[rule]).await;
+            for (cost, then_ms) in [(2, 59_000), (1, 16_000)] {
+                assert_eq!(worker.decide("a", cost).await, Some(true));
+                worker.settled_calls().await;
+                worker.clock.advance(Duration::from_millis(then_ms));
+            }
+            let (mut context, keys) = (worker.context("a", 1), worker.store_keys("a"));
+            counters(&worker).refuse(&worker.charge_plan, &mut context, |position| keys[position].clone());
+            worker.settled_calls().await;
+            assert!(context.result.charges.iter().all(|charge| !charge.is_full), "{:?}", context.result.charges);
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+        });
+    }
+
     #[test]
     fn a_request_that_costs_nothing_takes_no_lease() {
         run(async {
