@@ -561,9 +561,13 @@ pub(super) fn without_remote_usage<const W: usize>(
     charge.usage.used += remote;
 }
 
-/// Reduces the ceiling of a local charge by the known usage of other gateways.
+/// Reduces the ceiling of a local charge by the known usage of other gateways. A window that a request has opened in the store goes on.
 fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
-    let used = remote_usage(charge.counter, table, now_ms);
+    let Some((end_ms, used)) = table.known_usage(charge.counter, now_ms) else { return };
+    let used = u64::from(used);
+    if used > 0 && charge.request.kind.is_opened_by_requests() {
+        charge.request.end_ms = end_ms;
+    }
     let AcquireRequest { ceiling, floor, cost, .. } = &mut charge.request;
     match cost {
         // A reduced ceiling of 0 would admit a request that takes nothing: one in a penalty, or whose cost is known later.

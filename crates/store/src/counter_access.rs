@@ -276,7 +276,9 @@ mod tests {
 
     use fastrand::Rng;
 
-    use super::super::test_worker::{HOUR_MS, KEY, SLIDING_KEY, START_MS, TestWorker, leased, named, run};
+    use super::super::circuit_breaker::FAILURES_MAX;
+    use super::super::reconnecting::ServerId;
+    use super::super::test_worker::{HOUR_MS, KEY, SLIDING_KEY, START_MS, TestWorker, leased, local, named, run};
     use super::*;
     use transom_limiter::handles::{Handle, RuleId};
     use transom_limiter::rule::{OnOutage, Rule, Sharing};
@@ -335,6 +337,54 @@ mod tests {
                 }
                 worker.clock.advance(Duration::from_millis(HOUR_MS - 660_000));
                 assert_eq!(value(&worker).await.0, 0);
+            }
+        });
+    }
+
+    /// Requests of an outage count in the window that is open in the store, and not beyond its end.
+    #[test]
+    fn an_outage_goes_on_with_the_open_window() {
+        run(async {
+            for sharing in [Sharing::Exact, Sharing::Lease] {
+                let mut rule = Rule { sharing, ..leased(&["10/hour"]) };
+                rule.layers[0].windows = Windows::FirstRequest { period_ms: HOUR_MS };
+                let worker = TestWorker::new(&[rule]).await;
+                assert_eq!(worker.decide("a", 5).await, Some(true));
+                worker.settled_calls().await;
+                worker.shared.return_idle(true).await;
+                worker.store.set_refusing(true);
+                // The last window begins behind the end of the first.
+                for (then_ms, admitted) in [(HOUR_MS / 2, 5), (HOUR_MS / 2 + 1000, 10), (HOUR_MS / 2, 0)] {
+                    worker.clock.advance(Duration::from_millis(then_ms));
+                    let mut count = 0;
+                    for _ in 0..12 {
+                        count += u32::from(worker.decide("a", 1).await == Some(true));
+                    }
+                    assert_eq!(count, admitted, "{sharing:?}");
+                }
+            }
+        });
+    }
+
+    /// The rule that refuses is counted here, so that the store is not asked.
+    #[test]
+    fn a_refusal_in_an_outage_counts_in_exact_rules() {
+        run(async {
+            let counting = Rule { sharing: Sharing::Exact, count_refused: true, ..leased(&["6/hour"]) };
+            let worker = TestWorker::new(&[local("1/hour"), named("counting", counting)]).await;
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            worker.settled_calls().await;
+            worker.store.set_refusing(true);
+            let now = worker.clock.instant();
+            worker.shared.breaker.record_failure(ServerId::ONLY, FAILURES_MAX, now, Duration::ZERO);
+            for used in [2, 3, 4, 5, 6, 6] {
+                let (decision, context) = worker.outcome("a", 1).await.unwrap();
+                assert!(matches!(decision, Decision::Refused));
+                let of_rule = context.charges_of_rule(PlanPosition::at(1));
+                assert_eq!(of_rule.map(|charge| charge.usage.used).collect::<Vec<_>>(), [used]);
+                let layer = worker.layer_ref(1, 0).id;
+                let local = worker.shared.used_locally(&worker.rule_set, layer, worker.request(1, "a", 1));
+                assert_eq!(local.used, used - 1);
             }
         });
     }

@@ -27,7 +27,7 @@ use transom_limiter::decision_context::{DecisionContext, DecisionResult};
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{ChargePosition, LayerId, PlanPosition};
 use transom_limiter::leased_tokens::DepositResult;
-use transom_limiter::rule::Sharing;
+use transom_limiter::rule::{OnOutage, Sharing};
 use transom_limiter::rule_set::{CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::store_key::StoreWindow;
@@ -345,6 +345,7 @@ impl SharedCounters {
             let is_elsewhere = has_refused
                 && rule.count_refused
                 && rule.sharing != Sharing::Local
+                && charge.mode != CountingMode::LocalFallback
                 && !progress.without_store[layer_ref.position];
             let layer = charge_plan.layer(layer_ref);
             let left = u64::from(layer.capacity).saturating_sub(charge.usage.used);
@@ -503,7 +504,7 @@ impl SharedCounters {
     }
 
     /// Adds the layers to a refused decision that the store would have decided, and that were not sent because other layers had
-    /// refused before. Their usage is what is known of it.
+    /// refused before. Their usage is what is known of it. Layers whose server cannot be reached are counted here, as `on_outage` says.
     pub(super) fn add_layers_not_sent(
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
@@ -520,10 +521,22 @@ impl SharedCounters {
         };
         let not_sent: Vec<LayerRef> = layers.iter().filter(is_not_sent).copied().collect();
         context.return_layer_buffer(layers);
+        for LayerRef { position, .. } in not_sent.iter().filter(|_| self.breaker.is_any_open()) {
+            let is_unreachable = |key: Rc<str>| self.is_unreachable(&self.key_base(&key, "", 0));
+            let is_local = charge_plan.rule(*position).rule.on_outage == OnOutage::Local;
+            if is_local && store_key(*position).is_some_and(is_unreachable) {
+                context.sharing.counting_modes[*position] = CountingMode::LocalFallback;
+            }
+        }
         let first = charge_plan.add_prepared_charges(&not_sent, &self.table, now_ms, context);
         for charge in &mut context.result.charges[first..] {
             let layer_ref = charge.layer;
             let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.position] else { continue };
+            if charge.mode == CountingMode::LocalFallback {
+                charge.usage = self.used_locally(charge_plan.rule_set(), layer_ref.id, keyed_request);
+                charge.is_full = !charge.usage.admits(charge.request);
+                continue;
+            }
             self.set_known_usage_of(charge_plan, charge, keyed_request, now_ms);
             let may_be_full = charge.usage.used + u64::from(charge.request.cost) > charge.request.ceiling;
             if charge.request.kind == WindowKind::Sliding
@@ -550,6 +563,8 @@ impl SharedCounters {
                 });
             }
         }
+        charge_plan.report_total_usage(&self.table, now_ms, context, first);
+        charge_plan.charge_refusal(&self.table, context, first);
     }
 
     /// Whether a check of a sliding window may begin: a flood of refused requests causes one at a time.
