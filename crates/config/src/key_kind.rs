@@ -687,6 +687,7 @@ mod tests {
             ("entry", "Entry", 15),
             ("client", "Client", 16),
             ("bearer", "Bearer", 17),
+            ("json", "Json", 18),
         ];
         for part in expected {
             assert!(found.contains(&part), "{part:?}");
