@@ -762,12 +762,13 @@ async function lookUp(rule, key, listed) {
   $("lookup").scrollIntoView({ block: "nearest" });
   await refreshLookup(listed ? { rule, id: listed.id } : { rule, ...(key.length ? { key } : {}) }, listed ? listed.label : key.join(" "));
 }
-async function refreshLookup(query, label, path = "/v1/value") {
+// `isPeriodic`: the error of a former reset stays.
+async function refreshLookup(query, label, path = "/v1/value", isPeriodic = false) {
   const number = lookupNumber;
   try {
     const value = await ask(path, query);
     if (number !== lookupNumber) return;
-    set($("lookup-error"), { text: "" });
+    if (!isPeriodic) set($("lookup-error"), { text: "" });
     showLookup(query, value, label);
     if (path === "/v1/reset") set($("lookup-result").firstChild.lastChild, { text: " Reset: its counts begin anew." });
   } catch (error) {
@@ -796,7 +797,7 @@ $("reset-button").addEventListener("click", async () => {
 });
 $("lookup-parts").addEventListener("input", () => { if (state.lookup) clearLookup(); });
 // Values that are shown stay current.
-setInterval(() => { if (state.lookup && state.connected && !document.hidden && !$("reset-button").dataset.armed) refreshLookup(state.lookup.query, state.lookup.label); }, 2000);
+setInterval(() => { if (state.lookup && state.connected && !document.hidden && !$("reset-button").dataset.armed) refreshLookup(state.lookup.query, state.lookup.label, "/v1/value", true); }, 2000);
 
 // --- Clients ----------------------------------------------------------------------------------------------------------
 const CLIENTS = 24, USAGE_MAX = 240;
