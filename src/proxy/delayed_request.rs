@@ -53,7 +53,7 @@ pub struct DelayedRequest {
     /// What was charged locally; empty once the request passes.
     receipts: Vec<ShardReceipt>,
     /// What each rule has charged.
-    charges: Vec<RuleCharges>,
+    charges: IdVec<PlanPosition, RuleCharges>,
     store_charges: StoreCharges,
     worker: Rc<WorkerState>,
     config: Rc<WorkerConfig>,
@@ -178,7 +178,7 @@ impl DelayedRequest {
 
     fn add_charges(&mut self, context: &DecisionContext) {
         self.receipts.extend(context.all_receipts());
-        for (position, charges) in context.inputs.keyed_requests.ids().zip(&mut self.charges) {
+        for (position, charges) in self.charges.enumerate_mut() {
             charges.add(context, position);
         }
     }
@@ -187,7 +187,7 @@ impl DelayedRequest {
     fn refund(&mut self) {
         self.receipts.clear();
         let refunds = std::mem::take(&mut self.store_charges.refunds);
-        for (position, charges) in self.keyed_requests.ids().zip(&self.charges) {
+        for (position, charges) in self.charges.enumerate() {
             self.worker.counters.settle(self.keys(), position, charges, &refunds, 0);
         }
     }

@@ -59,7 +59,7 @@ impl ChargePlan {
         decision
     }
 
-    /// As [`ChargePlan::decide`] for the enforced rules, with counters of any kind.
+    /// As [`ChargePlan::decide`] for the enforced rules. Their counters may be of any kind, and their windows not the default ones.
     fn decide_layers_of_any_kind<const W: usize>(
         &self,
         has_default_windows: bool,

@@ -226,8 +226,8 @@ impl ChargePlan {
         }
     }
 
-    /// Lets a refused request consume the remaining tokens, in layers of rules that count refusals. Shared counters are charged by
-    /// the store.
+    /// Lets a refused request consume the remaining tokens, in layers of rules that count refusals. Counters of the store
+    /// are not charged here.
     #[cold]
     pub fn charge_refusal<const W: usize>(
         &self,

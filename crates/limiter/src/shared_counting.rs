@@ -561,7 +561,8 @@ pub(super) fn without_remote_usage<const W: usize>(
     charge.usage.used += remote;
 }
 
-/// Reduces the ceiling of a local charge by the known usage of other gateways. A window that a request has opened in the store goes on.
+/// Reduces the ceiling of a local charge by the known usage of other gateways. A window that a request has opened in the store keeps
+/// its end.
 fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
     let Some((end_ms, used)) = table.known_usage(charge.counter, now_ms) else { return };
     let used = u64::from(used);

@@ -77,8 +77,8 @@ impl ChargePlan {
         }
     }
 
-    /// Completes the result of a request that is refused before or after its windows were decided, as by a lack of slots: peeks at
-    /// its counters, starts penalties of full windows, and charges the counters where refusals count.
+    /// Completes the result of a request that found no free slot, or that was delayed and is refused after all: peeks at its counters,
+    /// starts penalties of full windows, and charges the counters where refusals count.
     #[cold]
     pub fn refuse<const W: usize>(&self, table: &Table<W>, now: DecisionTime<'_>, context: &mut DecisionContext) {
         self.peek(table, now, context);

@@ -79,7 +79,7 @@ impl CounterAccess {
         }
     }
 
-    /// Completes the result of a request that found no free slot.
+    /// Completes the result of a request that found no free slot, or that was delayed and is refused after all.
     pub fn refuse(
         &self,
         charge_plan: &ChargePlan,

@@ -165,7 +165,7 @@ impl DecisionProgress {
         }
     }
 
-    /// Whether a refusal counts in this decision. A delayed request that is refused after all counts once it is refunded.
+    /// Whether a refusal counts in this decision. A delayed request that is refused after all counts after its refund.
     fn counts_refusal(&self) -> bool {
         self.recharged.is_none()
     }
@@ -246,7 +246,7 @@ impl SharedCounters {
         }
     }
 
-    /// Charges a request that was refused without asking the store, in rules that count refusals, and starts penalties of full
+    /// Charges a request that was refused for a lack of slots, or after its delay, in rules that count refusals, and starts penalties of full
     /// windows. `context` has the usage of its counters.
     pub fn charge_refusal(
         self: &Rc<Self>,
