@@ -15,9 +15,9 @@ use crate::decision_context::{DecisionContext, DecisionResult};
 use crate::decision_time::DecisionTime;
 use crate::handles::{ChargePosition, IdVec, LayerId, PlanPosition, RuleId};
 use crate::rule::OnLimit;
-use crate::rule_set::{KeyedRequest, RuleSet};
+use crate::rule_set::{CountingMode, KeyedRequest, RuleSet};
 use crate::sharded_counter::ShardReceipt;
-use crate::shared_counting::without_remote_usage;
+use crate::shared_counting::{remote_usage, subtract_remote_usage};
 use crate::sliding_counter::SlidingCounter;
 use crate::table::{CounterResult, Table};
 use crate::window::Time;
@@ -226,8 +226,8 @@ impl ChargePlan {
         }
     }
 
-    /// Lets a refused request consume the remaining tokens, in layers of rules that count refusals. Counters of the store
-    /// are not charged here.
+    /// Lets a refused request consume the remaining tokens, in layers of rules that count refusals. Counters that other gateways
+    /// share are not charged here: see [`RuleSet::charge_remaining`].
     #[cold]
     pub fn charge_refusal<const W: usize>(
         &self,
@@ -240,10 +240,8 @@ impl ChargePlan {
         }
         let time = self.time(context.result.decided_ms);
         for charge in &mut context.result.charges[first..] {
-            if charge.mode.is_local() && self.rule_of(charge.layer).rule.count_refused {
-                let capacity = self.layer(charge.layer).capacity;
-                let acquire = |charge: &mut Charge| acquire_remaining(charge, table, time);
-                without_remote_usage(charge, capacity, table, time.now_ms, acquire);
+            if charge.mode == CountingMode::Local && self.rule_of(charge.layer).rule.count_refused {
+                acquire_remaining(charge, 0, table, time);
             }
         }
     }
@@ -286,6 +284,26 @@ impl RuleSet {
         }
     }
 
+    /// Takes what is left of a shared counter, up to the cost, in the local counter: what neither the local usage nor the known one has
+    /// taken. Does not open a window. Returns the tokens, and the usage of both together.
+    #[cold]
+    pub fn charge_remaining<const W: usize>(
+        &self,
+        layer: LayerId,
+        keyed_request: KeyedRequest,
+        table: &Table<W>,
+        now_ms: u64,
+    ) -> (u32, Usage) {
+        let (layer, time) = (self.layer(layer), self.time(now_ms));
+        let end_ms = self.window_end_ms(layer, now_ms, keyed_request.offset);
+        let mut charge = layer.new_charge(keyed_request, end_ms, 0);
+        subtract_remote_usage(&mut charge, table, now_ms);
+        peek_all(table, std::slice::from_mut(&mut charge), time);
+        let remote = remote_usage(charge.counter, table, now_ms);
+        let tokens = acquire_remaining(&mut charge, remote, table, time);
+        (tokens, Usage { used: charge.usage.used + remote, ..charge.usage })
+    }
+
     /// Charges the cost by which a request exceeds its first charge, whatever remains. The excess is owed, and later
     /// windows grant that much less.
     #[cold]
@@ -324,40 +342,46 @@ impl RuleSet {
 
 /// The remaining tokens of a counter, up to the cost; 0 where a charge would open a window.
 pub fn remaining_cost(charge: &Charge) -> u32 {
+    remaining_beside(charge, 0)
+}
+
+/// As [`remaining_cost`], of a charge whose ceiling lacks `remote` tokens that are used elsewhere.
+fn remaining_beside(charge: &Charge, remote: u64) -> u32 {
     let left = charge.request.ceiling.saturating_sub(charge.usage.used);
-    match charge.usage.used == 0 && charge.request.kind.is_opened_by_requests() {
+    match charge.usage.used + remote == 0 && charge.request.kind.is_opened_by_requests() {
         true => 0,
         false => charge.request.cost.min(u32::try_from(left).unwrap_or(u32::MAX)),
     }
 }
 
-/// Takes the remaining tokens of a counter, up to the cost. Does not open a window.
-fn acquire_remaining<const W: usize>(charge: &mut Charge, table: &Table<W>, time: Time<'_>) {
+/// Takes the remaining tokens of a counter, up to the cost, and returns their number. Does not open a window. `remote`: as in
+/// [`remaining_beside`].
+fn acquire_remaining<const W: usize>(charge: &mut Charge, remote: u64, table: &Table<W>, time: Time<'_>) -> u32 {
     for _ in 0..TRIES {
-        let cost = remaining_cost(charge);
+        let cost = remaining_beside(charge, remote);
         if cost == 0 {
-            return;
+            return 0;
         }
         let request = AcquireRequest { cost, ..charge.request };
         if request.kind == WindowKind::Sliding {
             let counter = SlidingCounter::new(charge.counter, request, time);
-            if let CounterResult::Acquired(..) = counter.acquire(table, time, &mut Vec::new()) {
-                charge.usage = SlidingCounter::new(charge.counter, charge.request, time).peek(table, time).0;
-            }
-            return;
+            let CounterResult::Acquired(..) = counter.acquire(table, time, &mut Vec::new()) else { return 0 };
+            charge.usage = SlidingCounter::new(charge.counter, charge.request, time).peek(table, time).0;
+            return cost;
         }
         if charge.sharding.shards > 1 {
             charge.sharding.acquire(table, charge.counter, request, time, &mut Vec::new());
             charge.usage.used += u64::from(cost);
-            return;
+            return cost;
         }
         match table.acquire(charge.counter, request, time, None) {
             CounterResult::Acquired(_, usage) => {
                 charge.usage = usage;
-                return;
+                return cost;
             }
             CounterResult::Full(usage) => charge.usage = usage,
-            CounterResult::Late => return,
+            CounterResult::Late => return 0,
         }
     }
+    0
 }

@@ -543,27 +543,9 @@ impl ChargePlan {
     }
 }
 
-/// Takes the known usage of other gateways out of a local charge during `change`, if it states the usage of all, up to the capacity.
-pub(super) fn without_remote_usage<const W: usize>(
-    charge: &mut LayerCharge,
-    capacity: u32,
-    table: &Table<W>,
-    now_ms: u64,
-    change: impl FnOnce(&mut Charge),
-) {
-    let whole = charge.request.ceiling;
-    let states_all = charge.mode == CountingMode::LocalFallback && whole >= capacity.into();
-    let remote = if states_all { remote_usage(charge.counter, table, now_ms) } else { 0 };
-    charge.request.ceiling = whole.saturating_sub(remote);
-    charge.usage.used = charge.usage.used.saturating_sub(remote);
-    change(charge);
-    charge.request.ceiling = whole;
-    charge.usage.used += remote;
-}
-
 /// Reduces the ceiling of a local charge by the known usage of other gateways. A window that a request has opened in the store keeps
 /// its end.
-fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
+pub(super) fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
     let Some((end_ms, used)) = table.known_usage(charge.counter, now_ms) else { return };
     let used = u64::from(used);
     if used > 0 && charge.request.kind.is_opened_by_requests() {
@@ -578,7 +560,7 @@ fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: &Table<W>, 
 }
 
 /// The known usage of a counter: by other gateways, or reported to the store by this one.
-fn remote_usage<const W: usize>(counter: Counter, table: &Table<W>, now_ms: u64) -> u64 {
+pub(super) fn remote_usage<const W: usize>(counter: Counter, table: &Table<W>, now_ms: u64) -> u64 {
     table.known_usage(counter, now_ms).map_or(0, |(_, used)| u64::from(used))
 }
 

@@ -278,9 +278,12 @@ mod tests {
 
     use super::super::circuit_breaker::FAILURES_MAX;
     use super::super::reconnecting::ServerId;
-    use super::super::test_worker::{HOUR_MS, KEY, SLIDING_KEY, START_MS, TestWorker, leased, local, named, run};
+    use super::super::test_worker::{
+        FIRST_REQUEST_KEY, HOUR_MS, KEY, SLIDING_KEY, START_MS, TestWorker, leased, local, named, run,
+    };
     use super::*;
     use transom_limiter::handles::{Handle, RuleId};
+    use transom_limiter::limit::Limit;
     use transom_limiter::rule::{OnOutage, Rule, Sharing};
     use transom_limiter::window::Windows;
 
@@ -322,7 +325,7 @@ mod tests {
                 rule.layers[0].windows = Windows::FirstRequest { period_ms: HOUR_MS };
                 let worker = TestWorker::new(&[rule]).await;
                 // By another gateway.
-                worker.store.set_used("transom:{r|a}:first-request", 4);
+                worker.store.set_used(FIRST_REQUEST_KEY, 4);
                 worker.clock.advance(Duration::from_secs(600));
                 worker.store.set_refusing(true);
                 assert_eq!(worker.decide("a", 3).await, Some(true));
@@ -368,24 +371,80 @@ mod tests {
 
     /// The rule that refuses is counted here, so that the store is not asked.
     #[test]
-    fn a_refusal_in_an_outage_counts_in_exact_rules() {
+    fn a_refusal_in_an_outage_counts_in_shared_rules() {
+        let aligned = Limit::parse("6/hour").unwrap().windows;
+        let sliding = Windows::Sliding { period_ms: HOUR_MS };
+        let first_request = Windows::FirstRequest { period_ms: HOUR_MS };
+        let cases = [(aligned, KEY), (sliding, SLIDING_KEY), (first_request, FIRST_REQUEST_KEY)];
         run(async {
-            let counting = Rule { sharing: Sharing::Exact, count_refused: true, ..leased(&["6/hour"]) };
-            let worker = TestWorker::new(&[local("1/hour"), named("counting", counting)]).await;
+            for sharing in [Sharing::Exact, Sharing::Lease] {
+                for (windows, key) in &cases {
+                    let mut counting = Rule { sharing, count_refused: true, ..leased(&["6/hour"]) };
+                    counting.layers[0].windows = windows.clone();
+                    let worker = TestWorker::new(&[counting, named("other", local("1/hour"))]).await;
+                    assert_eq!(worker.decide("a", 1).await, Some(true));
+                    worker.settled_calls().await;
+                    worker.store.set_refusing(true);
+                    let now = worker.clock.instant();
+                    worker.shared.breaker.record_failure(ServerId::ONLY, FAILURES_MAX, now, Duration::ZERO);
+                    for used in [2, 3, 4, 5, 6, 6] {
+                        let (decision, context) = worker.outcome("a", 1).await.unwrap();
+                        assert!(matches!(decision, Decision::Refused));
+                        let of_rule = context.charges_of_rule(PlanPosition::FIRST);
+                        let stated: Vec<u64> = of_rule.map(|charge| charge.usage.used).collect();
+                        assert_eq!(stated, [used], "{sharing:?} {key}");
+                        let layer = worker.layer_ref(0, 0).id;
+                        let local = worker.shared.used_locally(&worker.rule_set, layer, worker.request(0, "a", 1));
+                        assert_eq!(local.used, used - 1, "{sharing:?} {key}");
+                    }
+                    worker.store.set_refusing(false);
+                    worker.shared.breaker.close(ServerId::ONLY, worker.clock.instant());
+                    worker.shared.report_to_reachable().await;
+                    assert_eq!(worker.store.used(key), 6, "{sharing:?} {key}");
+                }
+            }
+        });
+    }
+
+    /// The gateway finds out after the refusal that the store does not answer, or that its connection is new.
+    #[test]
+    fn a_refusal_counts_although_its_call_fails() {
+        run(async {
+            for (sharing, is_reachable_again) in
+                [Sharing::Exact, Sharing::Lease].map(|sharing| [(sharing, false), (sharing, true)]).concat()
+            {
+                let counting = Rule { sharing, count_refused: true, ..leased(&["6/hour"]) };
+                let worker = TestWorker::new(&[counting, named("other", local("1/hour"))]).await;
+                assert_eq!(worker.decide("a", 1).await, Some(true));
+                worker.settled_calls().await;
+                worker.store.set_refusing(true);
+                if is_reachable_again {
+                    assert!(worker.shared.store.probe().await.is_err());
+                    worker.store.set_refusing(false);
+                }
+                assert_eq!(worker.decide("a", 2).await, Some(false));
+                while worker.calls("unreachable") == 0 && worker.store.used(KEY) == 1 {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+                worker.store.set_refusing(false);
+                worker.shared.report_to_reachable().await;
+                assert_eq!(worker.store.used(KEY), 3, "{sharing:?} {is_reachable_again}");
+            }
+        });
+    }
+
+    #[test]
+    fn a_charge_by_a_new_connection_counts_once() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["90/hour"])]).await;
             assert_eq!(worker.decide("a", 1).await, Some(true));
             worker.settled_calls().await;
             worker.store.set_refusing(true);
-            let now = worker.clock.instant();
-            worker.shared.breaker.record_failure(ServerId::ONLY, FAILURES_MAX, now, Duration::ZERO);
-            for used in [2, 3, 4, 5, 6, 6] {
-                let (decision, context) = worker.outcome("a", 1).await.unwrap();
-                assert!(matches!(decision, Decision::Refused));
-                let of_rule = context.charges_of_rule(PlanPosition::at(1));
-                assert_eq!(of_rule.map(|charge| charge.usage.used).collect::<Vec<_>>(), [used]);
-                let layer = worker.layer_ref(1, 0).id;
-                let local = worker.shared.used_locally(&worker.rule_set, layer, worker.request(1, "a", 1));
-                assert_eq!(local.used, used - 1);
-            }
+            assert!(worker.shared.store.probe().await.is_err());
+            worker.store.set_refusing(false);
+            worker.shared.overdraw(&worker.rule_set, RuleId::at(0), worker.request(0, "a", 2), &"r|a".into());
+            worker.settled_calls().await;
+            assert_eq!(worker.store.used(KEY), 3);
         });
     }
 

@@ -42,6 +42,8 @@ pub const MINUTE_KEY: &str = "transom:{r|a}:minute:30000000";
 pub const HOUR_KEY: &str = "transom:{r|a}:hour:500000";
 /// The counter of key `a` under rule `r`, if its window slides.
 pub const SLIDING_KEY: &str = "transom:{r|a}:sliding";
+/// The counter of key `a` under rule `r`, if its window begins with the first request.
+pub const FIRST_REQUEST_KEY: &str = "transom:{r|a}:first-request";
 /// The counter of key `a` under rule `r`, if its windows accumulate.
 pub const ACCOUNT_KEY: &str = "transom:{r|a}:account";
 const SEED: u64 = 1;

@@ -20,6 +20,7 @@ use super::lease_sizing::{
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget};
 use super::shared_counters::{SharedCounters, refund_used_max};
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
+use super::unreported_usage::UnreportedCharge;
 use super::usage_order::{CounterOrder, LockedOrder};
 use transom_limiter::acquire::Charge;
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
@@ -34,6 +35,9 @@ use transom_limiter::store_key::StoreWindow;
 use transom_limiter::table::Counter;
 use transom_limiter::window::Segments;
 use transom_limiter::window_kind::{AcquireRequest, Usage, WindowKind};
+
+/// Attempts to charge a refused request when other requests interfere.
+const ATTEMPTS_MAX: u32 = 3;
 
 /// A fetch of tokens for one counter.
 pub struct TokenFetch {
@@ -325,7 +329,8 @@ impl SharedCounters {
     }
 
     /// Charges a refused request what is left of shared counters, for rules with `count_refused`: leased tokens first, the rest in
-    /// the store, in the background. Of an admitted request, only shadow rules have refused, and only they charge.
+    /// the store, in the background; in local counters, if the store is unreachable and `on_outage` says so. Of an admitted request,
+    /// only shadow rules have refused, and only they charge.
     pub(super) fn charge_refused_request(
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
@@ -336,100 +341,148 @@ impl SharedCounters {
         if !charge_plan.counts_refused() {
             return;
         }
-        let now_ms = self.clock.now().unix_ms;
+        let (rule_set, now_ms) = (charge_plan.rule_set(), self.clock.now().unix_ms);
         let DecisionResult { charges, shadowed, .. } = &mut context.result;
         for charge in charges {
             let layer_ref = charge.layer;
             let rule = &charge_plan.rule_of(layer_ref).rule;
             let has_refused = shadowed.is_empty() || shadowed.contains(&layer_ref.position);
-            let is_elsewhere = has_refused
+            let is_local = charge.mode == CountingMode::LocalFallback;
+            let is_shared = has_refused
                 && rule.count_refused
                 && rule.sharing != Sharing::Local
-                && charge.mode != CountingMode::LocalFallback
-                && !progress.without_store[layer_ref.position];
+                && (is_local || !progress.without_store[layer_ref.position]);
             let layer = charge_plan.layer(layer_ref);
             let left = u64::from(layer.capacity).saturating_sub(charge.usage.used);
             let tokens = u64::from(charge.request.cost).min(left);
             let (true, Some(keyed_request), Some(store_key)) = (
-                is_elsewhere && tokens > 0,
+                is_shared && tokens > 0,
                 context.inputs.keyed_requests[layer_ref.position],
                 store_key(layer_ref.position),
             ) else {
                 continue;
             };
-            let counter = layer.counter(keyed_request);
+            let mut rest =
+                UnreportedCharge { rule_set: Arc::clone(rule_set), layer: layer_ref.id, keyed_request, store_key };
+            if is_local {
+                if let Some((_, usage)) = self.charge_remaining_locally(&rest) {
+                    charge.request.ceiling = charge.request.ceiling.max(layer.capacity.into());
+                    charge.usage = usage;
+                }
+                continue;
+            }
+            let counter = rest.counter();
             let lease_end_ms = self.leases.with_existing(counter_id(counter), |record| {
                 record.refund_target.as_ref().map_or(0, |target| target.end_ms)
             });
             let most = u32::try_from(tokens).unwrap_or(u32::MAX);
             // Tokens of a lease that has ended are not of this window.
             let leased = match lease_end_ms {
-                Some(end_ms) if end_ms > now_ms => u64::from(self.table.withdraw(counter, end_ms, most)),
+                Some(end_ms) if end_ms > now_ms => self.table.withdraw(counter, end_ms, most),
                 _ => 0,
             };
-            let opens_window = charge.usage.used == 0 && layer.request.kind.is_opened_by_requests();
-            charge.usage.used += if opens_window { leased } else { tokens };
+            rest.keyed_request.cost = most - leased;
             let known = self.table.known_usage(counter, now_ms);
+            let opens_window = charge.usage.used == 0 && layer.request.kind.is_opened_by_requests();
+            let taken = match rest.keyed_request.cost {
+                0 => 0,
+                _ if self.is_unreachable(&self.key_base(&rest.store_key, "", 0)) => {
+                    self.charge_remaining_locally(&rest).map_or(0, |(tokens, _)| tokens)
+                }
+                // Separate calls: each counter is charged, whatever the others have left.
+                tokens => {
+                    self.start_charge_remaining(rest, !opens_window);
+                    if opens_window { 0 } else { tokens }
+                }
+            };
+            charge.usage.used += u64::from(leased + taken);
             if layer.request.kind == WindowKind::Sliding
                 && known.is_none_or(|(end_ms, _)| charge.usage.end_ms >= end_ms)
             {
                 // The store has not said when the request fits: at the latest when the taken tokens come back.
-                let period_ms = charge_plan.rule_set().windows_of(layer).typical_ms();
+                let period_ms = rule_set.windows_of(layer).typical_ms();
                 let segments = Segments { period_ms };
                 charge.usage.end_ms = segments.expires_ms(segments.number_at(now_ms));
-            }
-            if leased < tokens {
-                let request =
-                    self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, &store_key, now_ms);
-                let (shared, tokens) = (Rc::clone(self), tokens - leased);
-                let charge = (!opens_window).then(|| self.new_charge());
-                if let Some(id) = charge {
-                    self.begin_charge(id, counter, request.window, tokens);
-                }
-                // Separate calls: each counter is charged, whatever the others have left.
-                tokio::task::spawn_local(async move {
-                    shared.charge_remaining(counter, request, tokens, charge).await;
-                });
             }
         }
     }
 
-    /// Takes what is left of a counter of the store, up to `tokens`. Does not open a window. `charge`: the charge that
-    /// [`SharedCounters::begin_charge`] has noted.
-    async fn charge_remaining(
-        self: Rc<Self>,
-        counter: Counter,
-        request: CounterRequest,
-        tokens: u64,
-        charge: Option<ChargeId>,
-    ) {
-        let end_charge = |has_reply| {
+    /// Takes what is left of a counter, up to a cost, in the local counter, if `on_outage` says so. Returns the tokens, and the usage
+    /// that is known with them.
+    fn charge_remaining_locally(&self, rest: &UnreportedCharge) -> Option<(u32, Usage)> {
+        let UnreportedCharge { rule_set, layer, keyed_request, .. } = rest;
+        if rule_set.rules[layer.rule].rule.on_outage != OnOutage::Local {
+            return None;
+        }
+        let charged = rule_set.charge_remaining(*layer, *keyed_request, &self.table, self.clock.now().unix_ms);
+        if charged.0 > 0 {
+            self.unreported.add(rest.clone());
+        }
+        Some(charged)
+    }
+
+    /// Takes what is left of a counter of the store, up to a cost, in the background. `is_open`: the window is open, and the known usage
+    /// has the tokens at once.
+    fn start_charge_remaining(self: &Rc<Self>, rest: UnreportedCharge, is_open: bool) {
+        let UnreportedCharge { rule_set, layer, keyed_request, store_key } = &rest;
+        let now_ms = self.clock.now().unix_ms;
+        let request = self.counter_request(rule_set, *layer, *keyed_request, store_key, now_ms);
+        let charge = is_open.then(|| self.new_charge());
+        if let Some(id) = charge {
+            self.begin_charge(id, rest.counter(), request.window, keyed_request.cost.into());
+        }
+        let shared = Rc::clone(self);
+        tokio::task::spawn_local(async move {
+            let is_charged = shared.charge_remaining(&rest, request, charge).await;
             if let Some(id) = charge {
-                self.end_charge(id, counter, has_reply);
+                shared.end_charge(id, rest.counter(), is_charged == Some(true));
             }
-        };
+            if is_charged.is_none() {
+                shared.charge_remaining_locally(&rest);
+            }
+        });
+    }
+
+    /// As [`SharedCounters::start_charge_remaining`]. Does not open a window. Returns whether tokens were charged; `None`: the store
+    /// cannot be asked. `charge`: what [`SharedCounters::begin_charge`] has noted.
+    async fn charge_remaining(
+        self: &Rc<Self>,
+        rest: &UnreportedCharge,
+        mut request: CounterRequest,
+        charge: Option<ChargeId>,
+    ) -> Option<bool> {
+        let UnreportedCharge { rule_set, layer, keyed_request, store_key } = rest;
+        let (counter, tokens, window) = (rest.counter(), u64::from(keyed_request.cost), request.window);
         // A read, where a charge could open a window.
-        let mut need = if request.window.kind.is_opened_by_requests() { 0 } else { tokens.min(request.ceiling) };
-        for _ in 0..3 {
+        let mut need = if window.kind.is_opened_by_requests() { 0 } else { tokens.min(request.ceiling) };
+        for _ in 0..ATTEMPTS_MAX {
             let call = CounterRequest { need, ..request.clone() };
             let charges = charge.filter(|_| need > 0).map(|id| (id, counter));
-            let reply = self.acquire_charges(std::slice::from_ref(&call), charges.as_slice()).await;
-            let (is_charged, reply) = match reply {
-                Ok(AcquireReply::Granted { counters, .. }) => (need > 0, counters.first().copied()),
-                Ok(AcquireReply::Refused { counters, .. }) => (false, counters.first().copied()),
-                Ok(AcquireReply::OtherWindow { .. }) | Err(_) => break,
-            };
-            let Some(reply) = reply else { break };
+            let (is_charged, replies) =
+                match self.acquire_charges(std::slice::from_ref(&call), charges.as_slice()).await {
+                    Ok(AcquireReply::Granted { counters, .. }) => (need > 0, counters),
+                    Ok(AcquireReply::Refused { counters, .. }) => (false, counters),
+                    // The window has ended, or the connection is new.
+                    Ok(AcquireReply::OtherWindow { .. }) => {
+                        let now_ms = self.clock.now().unix_ms;
+                        request = self.counter_request(rule_set, *layer, *keyed_request, store_key, now_ms);
+                        if request.window == window {
+                            continue;
+                        }
+                        break;
+                    }
+                    Err(_) => return None,
+                };
+            let Some(reply) = replies.first().copied() else { break };
             let used = reply.used.max(request.used_min);
-            let is_closed = used == 0 && request.window.kind.is_opened_by_requests();
+            let is_closed = used == 0 && window.kind.is_opened_by_requests();
             need = tokens.min(request.ceiling.saturating_sub(used));
             if is_charged || is_closed || need == 0 {
-                self.note_store_usage(counter, request.window.kind, reply, used, 0);
-                end_charge(is_charged);
-                return;
+                self.note_store_usage(counter, window.kind, reply, used, 0);
+                return Some(is_charged);
             }
         }
-        end_charge(false);
+        Some(false)
     }
 
     /// A new charge in the background.
@@ -564,7 +617,6 @@ impl SharedCounters {
             }
         }
         charge_plan.report_total_usage(&self.table, now_ms, context, first);
-        charge_plan.charge_refusal(&self.table, context, first);
     }
 
     /// Whether a check of a sliding window may begin: a flood of refused requests causes one at a time.
@@ -638,14 +690,18 @@ impl SharedCounters {
         is_known.then_some(refusal.usage)
     }
 
-    /// A lower bound of the usage, if the store may have lost counts; otherwise 0.
+    /// A lower bound of the usage, if the store may have lost counts; otherwise 0. It lacks what other calls charge: they may come
+    /// later.
     fn used_at_least(&self, counter: Counter, counted_ms: u64, now_ms: u64) -> u64 {
         self.note_reconnect(self.clock.instant());
         let Some((end_ms, used)) = self.table.known_usage(counter, now_ms) else { return 0 };
         let is_confirmed =
             self.leases.with_existing(counter_id(counter), |record| record.generation == self.generation.get());
         let is_doubtful = self.reconnected_ms.get() >= end_ms.saturating_sub(counted_ms);
-        if is_doubtful && is_confirmed != Some(true) { u64::from(used) } else { 0 }
+        match is_doubtful && is_confirmed != Some(true) {
+            true => u64::from(used).saturating_sub(self.usage_order.lock(counter_id(counter)).get().unanswered.sum()),
+            false => 0,
+        }
     }
 
     /// A lower bound of the usage after a reply: the request included `used_min`, or the connection was reopened

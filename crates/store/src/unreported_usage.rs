@@ -33,7 +33,7 @@ pub struct UnreportedUsage {
     reporting: RefCell<HashSet<CounterId, FixedState>>,
 }
 
-/// A counter that was charged locally only.
+/// A counter that was charged locally only, or is if the store cannot be asked.
 #[derive(Clone)]
 pub struct UnreportedCharge {
     pub rule_set: Arc<RuleSet>,

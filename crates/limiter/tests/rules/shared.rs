@@ -323,6 +323,11 @@ fn a_counted_refusal_is_charged_once() {
         assert_eq!(decide(gateway, cost, in_outage), Some(Refused));
         let Gateway { charge_plan, table, context } = gateway;
         charge_plan.charge_refusal(table, context, ChargePosition::FIRST);
+        let (keyed_requests, now_ms) = (&context.inputs.keyed_requests, context.result.decided_ms);
+        for charge in context.result.charges.iter_mut().filter(|charge| charge.mode == CountingMode::LocalFallback) {
+            let keyed_request = keyed_requests[charge.layer.position].unwrap();
+            charge.usage = charge_plan.rule_set().charge_remaining(charge.layer.id, keyed_request, table, now_ms).1;
+        }
     };
     assert_eq!(decide(&mut gateway, 7, true), Some(Admitted));
     refuse(&mut gateway, 5, true);
