@@ -10,6 +10,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 pub type Ms = u64;
 
 const DAY_MS: Ms = 86_400_000;
+/// `Retry-After` of a request for which no slot is left.
+const SLOT_RETRY_MS: Ms = 1000;
 /// Of the response to a request whose key is missing: the keys are subjects of clients.
 pub const BAD_STATUS: u16 = 401;
 
@@ -92,8 +94,12 @@ pub struct Rule {
     pub exempt_addresses: Vec<String>,
     /// Windows of the clients on the plan.
     pub plan: Option<Vec<Layer>>,
+    /// Requests of a key in flight at a time.
+    pub concurrent: Option<i64>,
     pub cost: Cost,
     pub count_refused: bool,
+    /// How long a request waits for a later window at most. Rules that delay have neither a penalty nor sliding windows here.
+    pub max_delay_ms: Option<Ms>,
     pub is_shadow: bool,
     pub penalty_ms: Option<Ms>,
     /// Statuses of `count_when`.
@@ -125,10 +131,25 @@ pub struct Request {
 /// What the gateway must answer.
 #[derive(Clone, Debug, Default)]
 pub struct Decision {
-    /// Names of the windows and penalties that refuse the request.
+    /// Names of the windows, penalties and limits of requests in flight that refuse the request.
     pub refusing: BTreeSet<String>,
+    /// Names of the limits of requests in flight behind the first that refuses: the response does not state them.
+    pub unstated: BTreeSet<String>,
     /// A key is missing that the request needs.
     pub is_bad: bool,
+    /// Until when the request waits.
+    pub delayed_until: Option<Ms>,
+}
+
+/// A request that was decided, and whose response is not complete.
+#[derive(Clone, Default, Debug)]
+pub struct Begun {
+    /// The rules that it was charged in, and those that hold a slot for it.
+    charged: Vec<usize>,
+    slots: Vec<(usize, String)>,
+    /// The layers whose windows have ended when it no longer waits, as a rule and a position in its layers.
+    to_recharge: Vec<(usize, usize)>,
+    is_bad: bool,
 }
 
 impl Decision {
@@ -169,6 +190,8 @@ pub struct Model {
     counters: HashMap<CounterKey, Counter>,
     /// Ends of penalties, by rule and key.
     penalties: HashMap<(usize, String), Ms>,
+    /// Requests in flight, by rule and key.
+    in_flight: HashMap<(usize, String), i64>,
     /// Number of decisions by rule and outcome, as `transom_decisions_total`, and refunds.
     pub outcomes: BTreeMap<(String, &'static str), u64>,
 }
@@ -209,10 +232,16 @@ impl Rule {
         if layers.len() == 1 { self.name.clone() } else { format!("{}-{}", self.name, layer.period_text) }
     }
 
+    /// Whether the response decides what a request costs.
+    fn is_settled(&self) -> bool {
+        self.counted_statuses.is_some() || matches!(self.cost, Cost::ResponseField { .. })
+    }
+
     /// Whether windows of this layer depend on each other.
     fn accumulates(&self, layers: &[Layer], layer: &Layer) -> bool {
         layer.kind != Kind::Sliding
             && (layer.capacity.is_some()
+                || self.max_delay_ms.is_some()
                 || matches!(self.cost, Cost::ResponseField { .. })
                 || layers.iter().any(|layer| layer.reserve > 0))
     }
@@ -268,7 +297,8 @@ impl Applied<'_> {
 
 impl Model {
     pub fn new(rules: Vec<Rule>, routes: Vec<Route>) -> Model {
-        Model { rules, routes, counters: HashMap::new(), penalties: HashMap::new(), outcomes: BTreeMap::new() }
+        let (counters, penalties, in_flight) = Default::default();
+        Model { rules, routes, counters, penalties, in_flight, outcomes: BTreeMap::new() }
     }
 
     fn resolutions(&self, request: &Request) -> Vec<Resolution<'_>> {
@@ -304,7 +334,14 @@ impl Model {
         self.penalties.get(&(applied.position, applied.key.clone())).copied().filter(|end| *end > now)
     }
 
-    /// Names of the windows and the penalty by which one rule refuses. A full window starts a penalty, which then refuses too.
+    /// Slots of the rule that are left for this key.
+    fn slots_left(&self, applied: &Applied) -> Option<i64> {
+        let in_flight = self.in_flight.get(&(applied.position, applied.key.clone())).copied().unwrap_or(0);
+        applied.rule.concurrent.map(|concurrent| concurrent - in_flight)
+    }
+
+    /// Names of the windows, the penalty and the slots by which one rule refuses. A full window starts a penalty, which then refuses
+    /// too.
     fn refusing(&self, applied: &Applied, now: Ms) -> Vec<String> {
         let full = self.full_layers(applied, now);
         let mut names: Vec<String> = full.iter().map(|layer| applied.rule.layer_name(applied.layers, layer)).collect();
@@ -314,18 +351,59 @@ impl Model {
         names
     }
 
+    /// The rules that limit requests in flight, in the order in which a request takes slots, up to the first that has none left; and
+    /// the rest.
+    fn slots<'a>(&self, applied: &'a [Applied<'a>]) -> (Vec<&'a Applied<'a>>, Vec<&'a Applied<'a>>) {
+        let mut limiting: Vec<_> = applied.iter().filter(|applied| applied.rule.concurrent.is_some()).collect();
+        limiting.retain(|applied| !applied.rule.is_shadow);
+        limiting.sort_by_key(|applied| (applied.rule.key == Key::Global, applied.position));
+        let first_full = limiting.iter().position(|applied| self.slots_left(applied) == Some(0));
+        let rest = limiting.split_off(first_full.map_or(limiting.len(), |first| first + 1));
+        (limiting, rest)
+    }
+
+    /// Until when a request that a rule would refuse waits for it; `None`: it is refused.
+    fn delayed_until(&self, applied: &Applied, now: Ms) -> Option<Ms> {
+        let max_delay_ms = applied.rule.max_delay_ms?;
+        let waits_ms = self.full_layers(applied, now).into_iter().map(|layer| self.wait_ms(applied, layer, now));
+        let longest_ms = waits_ms.max().expect("a full layer")?;
+        (longest_ms <= max_delay_ms).then_some(now + longest_ms)
+    }
+
     pub fn decide(&self, request: &Request, now: Ms) -> Decision {
         // A shadow rule refuses nothing.
         let is_bad = |resolution: &Resolution| matches!(resolution, Resolution::Missing(rule) if !rule.is_shadow);
         let is_bad = self.resolutions(request).iter().any(is_bad);
-        let enforced = self.applied(request).into_iter().filter(|applied| !applied.rule.is_shadow);
-        Decision { refusing: enforced.flat_map(|applied| self.refusing(&applied, now)).collect(), is_bad }
+        let applied = self.applied(request);
+        let enforced = applied.iter().filter(|applied| !applied.rule.is_shadow);
+        let full: Vec<_> = enforced.filter(|applied| !self.refusing(applied, now).is_empty()).collect();
+        let mut refusing: BTreeSet<String> = full.iter().flat_map(|applied| self.refusing(applied, now)).collect();
+        let (slots, other_slots) = self.slots(&applied);
+        let name = |applied: &&Applied| format!("{}-concurrent", applied.rule.name);
+        let unstated = other_slots.iter().map(name).collect();
+        if let Some(last) = slots.last().filter(|last| self.slots_left(last) == Some(0)) {
+            refusing.insert(name(last));
+            return Decision { refusing, unstated, is_bad, delayed_until: None };
+        }
+        let delays: Option<Vec<Ms>> = full.iter().map(|applied| self.delayed_until(applied, now)).collect();
+        if let Some(delays) = delays {
+            return Decision { is_bad, delayed_until: delays.into_iter().max(), ..Decision::default() };
+        }
+        Decision { refusing, unstated, is_bad, delayed_until: None }
     }
 
     /// Counts a request that was admitted or refused, with its response.
-    pub fn record(&mut self, request: &Request, now: Ms, is_admitted: bool) {
+    pub fn record(&mut self, request: &Request, now: Ms, is_admitted: bool) -> Begun {
+        let begun = self.begin(request, now, is_admitted);
+        self.settle(request, &begun, now);
+        begun
+    }
+
+    /// Counts a request that was decided, without its response.
+    pub fn begin(&mut self, request: &Request, now: Ms, is_admitted: bool) -> Begun {
         let mut next = self.clone();
-        let is_bad = self.decide(request, now).is_bad;
+        let Decision { is_bad, delayed_until, .. } = self.decide(request, now);
+        let mut begun = Begun { is_bad, ..Begun::default() };
         for resolution in self.resolutions(request) {
             if let Resolution::Missing(rule) = resolution
                 && rule.is_shadow
@@ -333,15 +411,22 @@ impl Model {
                 next.count_outcome(rule, "shadowed");
             }
         }
-        for applied in self.applied(request) {
+        let all = self.applied(request);
+        let (slots, _) = self.slots(&all);
+        for applied in &all {
             let rule = applied.rule;
-            let is_full = !self.full_layers(&applied, now).is_empty();
-            let is_refusing = !self.refusing(&applied, now).is_empty();
+            let is_full = !self.full_layers(applied, now).is_empty();
+            let has_no_slot = self.slots_left(applied) == Some(0);
+            let takes_slot = |slot: &&Applied| slot.position == applied.position;
+            let is_refusing = !self.refusing(applied, now).is_empty()
+                || has_no_slot && (rule.is_shadow || slots.iter().any(takes_slot));
             // A shadow rule does not decide a request that other rules refuse.
             if rule.is_shadow && !is_admitted {
                 continue;
             }
+            let is_delaying = is_refusing && rule.max_delay_ms.is_some() && is_admitted;
             let outcome = match (is_refusing, is_admitted) {
+                (true, _) if is_delaying => Some("delayed"),
                 (true, _) if rule.is_shadow => Some("shadowed"),
                 (true, _) => Some("refused"),
                 (false, is_admitted) => is_admitted.then_some("admitted"),
@@ -350,37 +435,118 @@ impl Model {
                 next.count_outcome(rule, outcome);
             }
             if is_full
-                && self.penalty_end(&applied, now).is_none()
+                && self.penalty_end(applied, now).is_none()
                 && let Some(penalty_ms) = rule.penalty_ms
             {
                 next.penalties.insert((applied.position, applied.key.clone()), now + penalty_ms);
             }
-            if is_refusing || !is_admitted {
+            if !is_admitted || (is_refusing && !is_delaying) {
                 if rule.count_refused {
-                    for layer in applied.layers {
-                        let taken = applied.cost.min(self.left(&applied, layer, now)).max(0);
-                        next.take(&applied, layer, now, taken, false);
-                    }
+                    next.count_refusal(applied, now);
                 }
                 continue;
             }
-            // The response of the gateway to a bad request states no cost.
-            let status = if is_bad { BAD_STATUS } else { request.status };
-            let is_counted = rule.counted_statuses.as_ref().is_none_or(|counted| counted.contains(&status));
-            let stated = match (rule.cost, request.response_cost) {
-                (Cost::ResponseField { max, .. }, Some(cost)) if !is_bad => cost.min(max),
-                _ => applied.cost,
-            };
-            let settled = if is_counted { stated } else { 0 };
-            if !is_counted {
-                next.count_outcome(rule, "refunded");
+            if rule.concurrent.is_some() {
+                let slot = (applied.position, applied.key.clone());
+                *next.in_flight.entry(slot.clone()).or_default() += 1;
+                begun.slots.push(slot);
             }
-            for layer in applied.layers {
-                next.take(&applied, layer, now, applied.cost, applied.cost > 0);
-                next.take(&applied, layer, now, settled - applied.cost, settled > applied.cost);
+            begun.charged.push(applied.position);
+            // All layers of a rule that delays are charged in the window in which the rule admits the request.
+            let charged_at = if is_delaying { self.delayed_until(applied, now).expect("a delay") } else { now };
+            for (number, layer) in applied.layers.iter().enumerate() {
+                if is_delaying {
+                    next.take(applied, layer, now, 0, true);
+                    next.take_at(applied, layer, charged_at, applied.cost);
+                } else {
+                    next.take(applied, layer, now, applied.cost, applied.cost > 0);
+                }
+                if let Some(until) = delayed_until
+                    && next.window_end_ms(applied, layer, charged_at) <= until
+                    && applied.cost > 0
+                {
+                    begun.to_recharge.push((applied.position, number));
+                }
             }
         }
         *self = next;
+        begun
+    }
+
+    /// Charges a request that has waited in windows that have begun meanwhile, in all or in none. If one of them is full, the request is
+    /// refused, and gets back what it was charged in the current windows.
+    pub fn pass(&mut self, request: &Request, begun: &Begun, now: Ms) -> Decision {
+        let (mut charged, mut refunded, mut is_refused) = (self.clone(), self.clone(), false);
+        for applied in &self.applied(request) {
+            for (number, layer) in applied.layers.iter().enumerate() {
+                if begun.to_recharge.contains(&(applied.position, number)) {
+                    is_refused |= self.left(applied, layer, now) < applied.needed();
+                    charged.take(applied, layer, now, applied.cost, applied.cost > 0);
+                } else if !self.is_reserved_after(applied, layer, now) {
+                    refunded.take_at(applied, layer, now, -applied.cost);
+                }
+            }
+        }
+        if !is_refused {
+            *self = charged;
+            return Decision { is_bad: begun.is_bad, ..Decision::default() };
+        }
+        *self = refunded;
+        let mut refusing = BTreeSet::new();
+        for applied in &self.clone().applied(request) {
+            let names = self.refusing(applied, now);
+            if !names.is_empty() {
+                self.count_outcome(applied.rule, "refused");
+            }
+            refusing.extend(names);
+        }
+        Decision { refusing, is_bad: begun.is_bad, ..Decision::default() }
+    }
+
+    /// Whether a request waits for a later window: what was charged before it is not refunded.
+    fn is_reserved_after(&self, applied: &Applied, layer: &Layer, now: Ms) -> bool {
+        let Some(counter) = self.counter(applied, layer) else { return false };
+        counter.value.is_some_and(|(last, _)| last > counter.number(layer, now))
+    }
+
+    /// Takes what is left, up to the cost.
+    fn count_refusal(&mut self, applied: &Applied, now: Ms) {
+        for layer in applied.layers {
+            let taken = applied.cost.min(self.left(applied, layer, now)).max(0);
+            self.take(applied, layer, now, taken, false);
+        }
+    }
+
+    /// Charges or refunds what the response decides. Returns whether it decides something: the fields state the windows as of then.
+    pub fn settle(&mut self, request: &Request, begun: &Begun, now: Ms) -> bool {
+        let (mut next, mut is_decided) = (self.clone(), false);
+        for applied in self.applied(request).iter().filter(|applied| begun.charged.contains(&applied.position)) {
+            let rule = applied.rule;
+            // The response of the gateway to a bad request states no cost.
+            let status = if begun.is_bad { BAD_STATUS } else { request.status };
+            let is_counted = rule.counted_statuses.as_ref().is_none_or(|counted| counted.contains(&status));
+            let stated = match (rule.cost, request.response_cost) {
+                (Cost::ResponseField { max, .. }, Some(cost)) if !begun.is_bad => Some(cost.min(max)),
+                _ => None,
+            };
+            let settled = if is_counted { stated.unwrap_or(applied.cost) } else { 0 };
+            if !is_counted {
+                next.count_outcome(rule, "refunded");
+            }
+            is_decided |= !is_counted || stated.is_some();
+            for layer in applied.layers {
+                next.take(applied, layer, now, settled - applied.cost, settled > applied.cost);
+            }
+        }
+        *self = next;
+        is_decided
+    }
+
+    /// The last byte of the response has been sent.
+    pub fn release(&mut self, begun: &Begun) {
+        for slot in &begun.slots {
+            *self.in_flight.get_mut(slot).expect("a slot") -= 1;
+        }
     }
 
     fn count_outcome(&mut self, rule: &Rule, outcome: &'static str) {
@@ -397,13 +563,37 @@ impl Model {
             }
             *counter = Counter { opened: Some(now), ..Counter::default() };
         }
-        let number = counter.number(layer, now);
-        if accumulates {
-            let value = counter.left(layer, true, now);
+        self.take_at(applied, layer, now, tokens);
+    }
+
+    /// Takes tokens in the window of this time, which is open.
+    fn take_at(&mut self, applied: &Applied, layer: &Layer, at: Ms, tokens: i64) {
+        let counter = self.counters.entry(applied.counter_key(layer)).or_default();
+        let number = counter.number(layer, at);
+        if applied.rule.accumulates(applied.layers, layer) {
+            // What remains of earlier windows is given up.
+            let number = number.max(counter.value.map_or(number, |(last, _)| last));
+            let value = counter.accumulated(layer, number);
             counter.value = Some((number, (value - tokens).min(layer.capacity())));
         } else {
             *counter.used.entry(number).or_default() += tokens;
         }
+    }
+
+    /// The end of the window or segment in which a request was charged.
+    fn window_end_ms(&self, applied: &Applied, layer: &Layer, at: Ms) -> Ms {
+        let counter = self.counter(applied, layer).expect("a charged counter");
+        counter.begin_ms(layer, counter.number(layer, at) + 1)
+    }
+
+    /// Time until a full layer has enough tokens; `None`: never.
+    fn wait_ms(&self, applied: &Applied, layer: &Layer, now: Ms) -> Option<Ms> {
+        if applied.needed() > layer.capacity() {
+            return None;
+        }
+        let accumulates = applied.rule.accumulates(applied.layers, layer);
+        let counter = self.counter(applied, layer).expect("an unused window is not full");
+        Some(counter.wait_ms(layer, accumulates, now, applied.needed()))
     }
 
     /// Seconds until the request would be admitted, rounded up and at least 1. `None`: never.
@@ -414,15 +604,30 @@ impl Model {
                 longest = longest.max(end - now);
             }
             for layer in self.full_layers(applied, now) {
-                if applied.needed() > layer.capacity() {
-                    return None;
-                }
-                let accumulates = applied.rule.accumulates(applied.layers, layer);
-                let counter = self.counter(applied, layer).expect("an unused window is not full");
-                longest = longest.max(counter.wait_ms(layer, accumulates, now, applied.needed()));
+                longest = longest.max(self.wait_ms(applied, layer, now)?);
             }
         }
-        Some(longest)
+        let applied = self.applied(request);
+        let has_no_slot = self.slots(&applied).0.iter().any(|applied| self.slots_left(applied) == Some(0));
+        Some(if has_no_slot { longest.max(SLOT_RETRY_MS) } else { longest })
+    }
+
+    /// Whether the response decides what the request costs.
+    pub fn is_settled(&self, request: &Request) -> bool {
+        self.applied(request).iter().any(|applied| applied.rule.is_settled())
+    }
+
+    /// Whether a refund may be lost because later requests have taken tokens of windows that depend on that of the request.
+    pub fn may_lose_refund(&self, request: &Request) -> bool {
+        let may_lose = |applied: &Applied| {
+            let mut layers = applied.layers.iter();
+            applied.rule.is_settled() && layers.any(|layer| applied.rule.accumulates(applied.layers, layer))
+        };
+        self.applied(request).iter().any(may_lose)
+    }
+
+    pub fn has_penalties(&self, request: &Request) -> bool {
+        self.applied(request).iter().any(|applied| applied.rule.penalty_ms.is_some())
     }
 
     pub fn has_sliding_layers(&self, request: &Request) -> bool {
@@ -434,6 +639,10 @@ impl Model {
         let mut items = Vec::new();
         for applied in self.applied(request).iter().filter(|applied| !applied.rule.is_shadow) {
             let penalty_end = self.penalty_end(applied, now);
+            if let (Some(limit), Some(remaining)) = (applied.rule.concurrent, self.slots_left(applied)) {
+                let name = format!("{}-concurrent", applied.rule.name);
+                items.push(Item { name, limit, remaining, reset_ms: None });
+            }
             for layer in applied.layers {
                 let left = self.left(applied, layer, now).max(0);
                 let accumulates = applied.rule.accumulates(applied.layers, layer);

@@ -2,7 +2,7 @@
 
 use super::client::HttpResponse;
 
-/// One item of `RateLimit` or `RateLimit-Policy`: its name, and its parameters in order.
+/// One item of `RateLimit` or `RateLimit-Policy`: its name, and its integer parameters in order. Units are strings.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Item {
     pub name: String,
@@ -28,9 +28,10 @@ fn item(text: &str) -> Item {
     let name = name.unwrap_or_else(|| panic!("no string: {text:?}"));
     let param = |param: &str| {
         let (key, value) = param.split_once('=').unwrap_or_else(|| panic!("no parameter: {text:?}"));
-        (key.to_owned(), value.parse().unwrap_or_else(|_| panic!("no integer: {text:?}")))
+        let number = || value.parse().unwrap_or_else(|_| panic!("no integer: {text:?}"));
+        (!value.starts_with('"')).then(|| (key.to_owned(), number()))
     };
-    Item { name: name.to_owned(), params: parts.map(param).collect() }
+    Item { name: name.to_owned(), params: parts.filter_map(param).collect() }
 }
 
 /// The remaining tokens of a layer after a response.
