@@ -1,4 +1,4 @@
-//! Requests that wait until a later window opens, as the proxy lets them wait.
+//! Requests that wait until a later window opens, as the proxy lets them wait: `src/proxy/delayed_request.rs`.
 
 use std::cell::Cell;
 use std::mem::{replace, take};
@@ -8,11 +8,12 @@ use std::time::Duration;
 use super::world::TIMEOUT_MS;
 use crate::counter_access::{CounterAccess, RequestKeys};
 use crate::scripts::Refund;
+use crate::settlement::RuleCharges;
 use crate::shared_decision::{SharedOutcome, Unavailable};
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::handles::LayerId;
+use transom_limiter::handles::{IdVec, LayerId, PlanPosition};
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::store_key::StoreKeys;
@@ -34,7 +35,8 @@ pub struct Waiting {
     pub deadline_ms: Rc<Cell<u64>>,
     outcomes: Vec<(SharedOutcome, u64)>,
     receipts: Vec<ShardReceipt>,
-    refunds: Vec<Refund>,
+    charges: IdVec<PlanPosition, RuleCharges>,
+    refunds: Vec<(PlanPosition, Refund)>,
 }
 
 impl Decided {
@@ -71,45 +73,66 @@ impl Waiting {
         deadline_ms: Rc<Cell<u64>>,
     ) -> Waiting {
         let (counters, charge_plan) = (Rc::clone(counters), Rc::clone(charge_plan));
+        let charges = charge_plan.rules().map(|_| RuleCharges::default());
         let (outcomes, receipts, refunds) = Default::default();
-        Waiting { counters, charge_plan, store_keys, deadline_ms, outcomes, receipts, refunds }
+        Waiting { counters, charge_plan, store_keys, deadline_ms, outcomes, receipts, charges, refunds }
     }
 
     /// Waits until the request passes or is refused.
     pub async fn pass(mut self, mut outcome: SharedOutcome) -> Result<Decided, Unavailable> {
         let latest_ms = self.now_ms() + self.charge_plan.max_delay_ms();
-        let is_admitted = loop {
+        loop {
             let decision = replace(&mut outcome.decision, Decision::Admitted);
-            let until_ms = if let Decision::Delayed { until_ms, .. } = decision { until_ms } else { 0 };
+            let (until_ms, to_recharge) = match decision {
+                Decision::Admitted => (0, Vec::new()),
+                Decision::Delayed { until_ms, recharge, .. } => (until_ms, recharge),
+                Decision::Refused if self.outcomes.is_empty() => return Ok(self.decided(false)),
+                Decision::Refused => {
+                    self.refunds.append(&mut outcome.refunds);
+                    return Ok(self.refuse(outcome));
+                }
+            };
             let now_ms = self.now_ms();
             self.receipts.retain(|charged| charged.receipt.end_ms() > now_ms);
             self.receipts.extend(outcome.context.all_receipts());
-            self.refunds.extend(outcome.refunds.iter().map(|(_, refund)| refund.clone()));
+            for (position, charges) in self.charges.enumerate_mut() {
+                charges.add(&outcome.context, position);
+            }
+            self.refunds.extend(outcome.refunds.iter().cloned());
+            if until_ms > latest_ms {
+                return Ok(self.refuse(outcome));
+            }
             let keyed_requests = outcome.context.inputs.keyed_requests.clone();
             self.outcomes.push((outcome, until_ms));
-            let Decision::Delayed { recharge, .. } = decision else { break matches!(decision, Decision::Admitted) };
-            if until_ms > latest_ms {
-                break false;
-            }
             self.deadline_ms.set(self.wall_ms() + until_ms.saturating_sub(self.now_ms()) + TIMEOUT_MS);
             while self.now_ms() < until_ms {
                 tokio::time::sleep(Duration::from_millis(until_ms - self.now_ms())).await;
             }
-            if recharge.is_empty() {
-                break true;
+            if to_recharge.is_empty() {
+                self.receipts.clear();
+                self.refunds.clear();
+                return Ok(self.decided(true));
             }
             self.deadline_ms.set(self.wall_ms() + TIMEOUT_MS);
             let mut context = DecisionContext::default();
             context.inputs.keyed_requests = keyed_requests;
-            outcome = self.counters.recharge(&self.charge_plan, recharge, context, &self.store_keys).await?;
-        };
-        let receipts = take(&mut self.receipts);
-        if is_admitted {
-            self.refunds.clear();
-        } else if self.outcomes.len() > 1 {
-            self.counters.refund(self.keys(), receipts, u32::MAX);
+            outcome = self.counters.recharge(&self.charge_plan, to_recharge, context, &self.store_keys).await?;
         }
-        Ok(Decided { is_admitted, outcomes: take(&mut self.outcomes) })
+    }
+
+    /// Refunds what all rules have charged, and counts the refusal.
+    fn refuse(&mut self, outcome: SharedOutcome) -> Decided {
+        self.receipts.clear();
+        let (refunds, mut context) = (take(&mut self.refunds), outcome.context);
+        for (position, charges) in self.charges.enumerate() {
+            self.counters.settle(self.keys(), position, charges, &refunds, 0);
+        }
+        self.counters.refuse(&self.charge_plan, &mut context, |position| self.store_keys[position].clone());
+        self.decided(false)
+    }
+
+    fn decided(&mut self, is_admitted: bool) -> Decided {
+        Decided { is_admitted, outcomes: take(&mut self.outcomes) }
     }
 
     fn now_ms(&self) -> u64 {
@@ -132,6 +155,7 @@ impl Drop for Waiting {
         if let (false, Some((_, until_ms))) = (receipts.is_empty(), self.outcomes.last()) {
             self.counters.refund_in_order(self.keys(), receipts, Some(*until_ms));
         }
-        self.counters.refund_in_store(take(&mut self.refunds));
+        let refunds = self.refunds.drain(..).map(|(_, refund)| refund).collect();
+        self.counters.refund_in_store(refunds);
     }
 }

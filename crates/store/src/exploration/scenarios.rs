@@ -1,6 +1,23 @@
 //! Small scenarios, each in all orders of its events; and a long run of random events.
 //!
-//! `tests/broken_store.py` breaks the code in many ways, one at a time, and shows that one of these tests fails.
+//! `tests/broken_store.py` breaks the code in these ways, one at a time, and shows that one of these tests fails:
+//! - a refund goes to the window after that of the charge
+//! - a refund gives the place of requests that wait to others
+//! - tokens are reserved after another window than that which the request waits for
+//! - leased tokens outlast their window
+//! - granted tokens are deposited twice
+//! - a request waits without a deadline
+//! - the charge of a client that leaves is kept
+//! - a rule that cannot be counted admits, although it should refuse
+//! - the usage that a gateway knows is not sent to a store that has lost data
+//! - idle tokens go back to the store and stay leased
+//! - a refused request keeps what other rules have charged
+//! - usage counted in an outage is not reported
+//! - a refund whose reply is lost is sent again
+//! - a late grant is admitted beyond the limit
+//! - refunds that cannot be sent are dropped
+//! - charges without a reply count twice
+//! - a refusal is taken for a grant
 
 use fastrand::Rng;
 
@@ -379,19 +396,41 @@ fn random_events_of_few_requests() {
         7455192251397806974,
     ];
     runs_at_random(200, &found, |rng| {
-        let mut scenario = random_scenario(rng, 6);
-        let failures = [
-            &mut scenario.cuts,
-            &mut scenario.outages,
-            &mut scenario.cancels,
-            &mut scenario.resets,
-            &mut scenario.restarts,
-            &mut scenario.failovers,
-            &mut scenario.kills,
-        ];
-        failures.into_iter().for_each(|failure| *failure = u8::from(rng.u8(..5) == 0));
-        scenario
+        let scenario = random_scenario(rng, 6);
+        with_few_failures(rng, scenario)
     });
+}
+
+/// As above, with a second rule, which counts refusals of the first or starts penalties.
+#[test]
+fn random_events_of_two_rules() {
+    runs_at_random(100, &[], |rng| {
+        let mut scenario = random_scenario(rng, 6);
+        let second = named("second", leased(rng.choice([&["2/minute"], &["4/hour"]]).expect("limits")));
+        let second = if scenario.rules[0].plans.is_empty() { second } else { with_plan(second) };
+        let second = if rng.bool() { exact(second) } else { second };
+        scenario.rules.push(match rng.u8(..3) {
+            0 => Rule { penalty_ms: Some(2000), ..second },
+            1 => Rule { count_refused: true, ..second },
+            _ => second,
+        });
+        with_few_failures(rng, scenario)
+    });
+}
+
+/// With each kind of failure once, or not at all.
+fn with_few_failures(rng: &mut Rng, mut scenario: Scenario) -> Scenario {
+    let failures = [
+        &mut scenario.cuts,
+        &mut scenario.outages,
+        &mut scenario.cancels,
+        &mut scenario.resets,
+        &mut scenario.restarts,
+        &mut scenario.failovers,
+        &mut scenario.kills,
+    ];
+    failures.into_iter().for_each(|failure| *failure = u8::from(rng.u8(..5) == 0));
+    scenario
 }
 
 /// Gateways with a rule of some kind, and the requests of each worker, without failures.

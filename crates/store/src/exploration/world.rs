@@ -397,8 +397,8 @@ impl World {
                     gateway.requests.iter().any(times_out)
                 });
                 // Nor does a gateway ask a store that has not answered its first probe in time.
-                let is_unanswered = (0..self.gateways.len()).any(|number| !self.network.has_answered(number));
-                self.observed.has_counted_alone |= has_late || self.is_any_behind() && is_unanswered;
+                let is_unanswered = |number| self.is_behind(number) && !self.network.has_answered(number);
+                self.observed.has_counted_alone |= has_late || (0..self.gateways.len()).any(is_unanswered);
                 self.advance(ms).await;
             }
         }
@@ -633,9 +633,13 @@ impl World {
         }
     }
 
-    /// Whether a gateway does not know the time at first.
+    /// Whether the gateway of this worker does not know the time at first.
+    fn is_behind(&self, worker: usize) -> bool {
+        self.scenario.leads_ms.get(worker / self.scenario.workers).is_some_and(|lead_ms| *lead_ms < 0)
+    }
+
     fn is_any_behind(&self) -> bool {
-        self.scenario.leads_ms.iter().any(|lead_ms| *lead_ms < 0)
+        (0..self.gateways.len()).any(|worker| self.is_behind(worker))
     }
 
     /// Whether a gateway may have counted without the store, or in a window that has ended.
@@ -742,8 +746,9 @@ impl World {
                 windows.map(|((_, _, end_ms), tokens)| (end_ms, tokens)).unzip();
             // A reset ends leases that were granted after the store has executed it.
             let is_reset = !self.observed.resets[counter.1].is_empty();
-            // Requests that have waited count in another window of the store than that in which they pass.
-            let delays = self.rule_set.rules[counter.0.rule].rule.delays();
+            // Requests that have waited count in another window of the store than that in which they pass, and in other rules while they
+            // wait.
+            let delays = self.rule_set.rules.iter().any(|compiled| compiled.rule.delays());
             if delays || is_reset || ends.len() > 1 || ends.iter().any(|end_ms| *end_ms <= now_ms) {
                 continue;
             }
