@@ -60,7 +60,7 @@ pub enum Variant {
 /// Where the figures of a shared rule are from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Store {
-    /// The store, whose counts may include tokens that gateways have leased and not spent.
+    /// The store, whose counts may include tokens that other gateways have leased and not spent.
     Reachable { may_include_leased: bool },
     /// This gateway alone.
     Unreachable,

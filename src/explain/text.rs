@@ -114,7 +114,7 @@ impl Explanation {
             _ if rule.windows.is_empty() => return Ok(()),
             Some(Store::Unreachable) => "the shared store cannot be reached: this gateway's own figures",
             Some(Store::Reachable { may_include_leased: true }) => {
-                "figures of the shared store; they may include tokens that gateways have leased and not spent"
+                "figures of the shared store; they may include tokens that other gateways have leased and not spent"
             }
             Some(Store::Reachable { may_include_leased: false }) | None => return Ok(()),
         };

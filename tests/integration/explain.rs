@@ -1064,7 +1064,7 @@ fn the_state_of_the_store_and_leased_tokens_are_stated() {
     };
     let text = || String::from_utf8(ask("text/plain").body).unwrap();
     let (leased, unreachable) =
-        ("they may include tokens that gateways have leased", "the shared store cannot be reached");
+        ("they may include tokens that other gateways have leased", "the shared store cannot be reached");
     gateway.get("/").expect(200);
     let reachable = json!("reachable");
     let expected = [(&reachable, true), (&reachable, false), (&Value::Null, false)];

@@ -316,6 +316,54 @@ mod tests {
         (usage.used, usage.end_ms, state.is_from_store)
     }
 
+    /// Leased tokens that are not spent are no usage, neither while the store replies nor in an outage.
+    #[test]
+    fn a_value_says_what_the_next_request_gets() {
+        let aligned = Limit::parse("9/hour").unwrap().windows;
+        let kinds = [aligned, Windows::Sliding { period_ms: HOUR_MS }, Windows::FirstRequest { period_ms: HOUR_MS }];
+        run(async {
+            for seed in 0..300 {
+                let mut rng = Rng::with_seed(seed);
+                let mut rule = Rule { sharing: Sharing::Lease, ..leased(&["9/hour"]) };
+                rule.layers[0].windows = rng.choice(&kinds).expect("one").clone();
+                rule.layers[0].capacity = rng.bool().then_some(9);
+                let worker = TestWorker::new(&[rule]).await;
+                let admin = counters(&worker.beside());
+                let outage = rng.u32(4..12);
+                for step in 0..12 {
+                    if step == outage {
+                        worker.store.set_refusing(true);
+                    }
+                    let cost = rng.u32(1..4);
+                    let state = admin.value(&query(&worker, cost)).await.unwrap();
+                    let (decision, context) = worker.outcome("a", cost).await.unwrap();
+                    let is_admitted = matches!(decision, Decision::Admitted);
+                    let of = (seed, step, outage, worker.rule_set.rules[RuleId::at(0)].rule.layers.clone());
+                    assert_eq!(state.admits, is_admitted, "{of:?}");
+                    assert_eq!(
+                        state.context.result.charges.iter().all(|charge| !charge.is_full),
+                        is_admitted,
+                        "{of:?}"
+                    );
+                    if is_admitted && rng.bool() {
+                        let receipts = context.all_receipts().collect();
+                        let (keyed_requests, store_keys) = (&context.inputs.keyed_requests, &worker.store_keys("a"));
+                        let keys = RequestKeys { charge_plan: &worker.charge_plan, keyed_requests, store_keys };
+                        counters(&worker).refund(keys, receipts, 1);
+                    }
+                    if step < outage {
+                        worker.settled_calls().await;
+                        if rng.u8(..5) == 0 {
+                            worker.shared.return_idle(true).await;
+                        }
+                    }
+                    // Leases grow while they are spent within a second.
+                    worker.clock.advance(Duration::from_millis(rng.choice([20, 200_000]).expect("one")));
+                }
+            }
+        });
+    }
+
     /// Without the store, the gateway has assumed a later end of the window.
     #[test]
     fn the_first_value_after_an_outage_is_that_of_the_store() {
@@ -372,35 +420,37 @@ mod tests {
     /// The rule that refuses is counted here, so that the store is not asked.
     #[test]
     fn a_refusal_in_an_outage_counts_in_shared_rules() {
-        let aligned = Limit::parse("6/hour").unwrap().windows;
+        let aligned = Limit::parse("20/hour").unwrap().windows;
         let sliding = Windows::Sliding { period_ms: HOUR_MS };
         let first_request = Windows::FirstRequest { period_ms: HOUR_MS };
         let cases = [(aligned, KEY), (sliding, SLIDING_KEY), (first_request, FIRST_REQUEST_KEY)];
         run(async {
             for sharing in [Sharing::Exact, Sharing::Lease] {
                 for (windows, key) in &cases {
-                    let mut counting = Rule { sharing, count_refused: true, ..leased(&["6/hour"]) };
+                    let mut counting = Rule { sharing, count_refused: true, ..leased(&["20/hour"]) };
                     counting.layers[0].windows = windows.clone();
-                    let worker = TestWorker::new(&[counting, named("other", local("1/hour"))]).await;
-                    assert_eq!(worker.decide("a", 1).await, Some(true));
+                    let worker = TestWorker::new(&[counting, named("other", local("3/hour"))]).await;
+                    assert_eq!(worker.decide("a", 3).await, Some(true));
                     worker.settled_calls().await;
+                    // With leased tokens, which are spent first.
+                    let counted = worker.store.used(key);
                     worker.store.set_refusing(true);
                     let now = worker.clock.instant();
                     worker.shared.breaker.record_failure(ServerId::ONLY, FAILURES_MAX, now, Duration::ZERO);
-                    for used in [2, 3, 4, 5, 6, 6] {
-                        let (decision, context) = worker.outcome("a", 1).await.unwrap();
+                    for used in [6, 9, 12, 15, 18, 20, 20] {
+                        let (decision, context) = worker.outcome("a", 3).await.unwrap();
                         assert!(matches!(decision, Decision::Refused));
                         let of_rule = context.charges_of_rule(PlanPosition::FIRST);
                         let stated: Vec<u64> = of_rule.map(|charge| charge.usage.used).collect();
                         assert_eq!(stated, [used], "{sharing:?} {key}");
                         let layer = worker.layer_ref(0, 0).id;
                         let local = worker.shared.used_locally(&worker.rule_set, layer, worker.request(0, "a", 1));
-                        assert_eq!(local.used, used - 1, "{sharing:?} {key}");
+                        assert_eq!(local.used, used - counted, "{sharing:?} {key}");
                     }
                     worker.store.set_refusing(false);
                     worker.shared.breaker.close(ServerId::ONLY, worker.clock.instant());
                     worker.shared.report_to_reachable().await;
-                    assert_eq!(worker.store.used(key), 6, "{sharing:?} {key}");
+                    assert_eq!(worker.store.used(key), 20, "{sharing:?} {key}");
                 }
             }
         });
@@ -472,6 +522,38 @@ mod tests {
             );
             worker.clock.advance(Duration::from_millis(HOUR_MS));
             assert_eq!(worker.decide("a", 1).await, Some(true));
+        });
+    }
+
+    /// The store is asked about a sliding window, of which only it knows whether tokens have come back.
+    #[test]
+    fn a_refusal_by_another_rule_states_the_penalty_that_it_starts() {
+        run(async {
+            for (elapsed_ms, is_full) in [(HOUR_MS, true), (2 * HOUR_MS, false)] {
+                let mut penalty = Rule { penalty_ms: Some(5 * HOUR_MS), ..leased(&["2/hour"]) };
+                penalty.layers[0].windows = Windows::Sliding { period_ms: 2 * HOUR_MS };
+                let worker = TestWorker::new(&[penalty, named("other", local("2/24h"))]).await;
+                assert_eq!(worker.decide("a", 1).await, Some(true));
+                worker.clock.advance(Duration::from_millis(elapsed_ms));
+                // With the first token, the usage is known for longer than the token counts.
+                worker.clock.advance(Duration::from_millis(HOUR_MS / 4));
+                assert_eq!(worker.decide("a", 1).await, Some(true));
+                for _ in 0..2 {
+                    let (decision, context) = worker.outcome("a", 1).await.unwrap();
+                    assert!(matches!(decision, Decision::Refused));
+                    let verdicts = worker.charge_plan.verdicts(&context, &decision);
+                    let of_rule = verdicts.of_rule(PlanPosition::FIRST);
+                    let full: Vec<bool> = of_rule.windows().map(|window| window.is_full()).collect();
+                    assert_eq!(full, [is_full; 2]);
+                    let now_ms = worker.clock.now().unix_ms;
+                    let of_penalty =
+                        context.result.charges.iter().filter(|charge| charge.layer.position == PlanPosition::FIRST);
+                    let retry_ms = of_penalty
+                        .map(|charge| worker.rule_set.available_at_ms(charge, charge.layer.id, now_ms).unwrap());
+                    assert_eq!(retry_ms.max(), Some(now_ms + if is_full { 5 * HOUR_MS } else { 0 }));
+                    worker.settled_calls().await;
+                }
+            }
         });
     }
 

@@ -98,9 +98,17 @@ impl SharedCounters {
             let context = &mut pending.context;
             let clock = || self.clock.now().unix_ms;
             charge_plan.peek(&self.table, DecisionTime::read(&clock), context);
-            // What is known of other gateways, plus what was counted here.
+            // What is known of other gateways, plus what was counted here. A request spends leased tokens first.
             let layers: Vec<LayerRef> = context.result.charges.iter().map(|charge| charge.layer).collect();
-            charge_plan.set_counting_modes(|_rule| true, &mut context.sharing.counting_modes);
+            let now_ms = self.clock.now().unix_ms;
+            let lacks_lease = |position: PlanPosition| {
+                let mut charges = context.result.charges.iter().filter(|charge| charge.layer.position == position);
+                charges.any(|charge| {
+                    let unspent = self.unspent_tokens(query, charge.layer, now_ms);
+                    unspent == 0 || unspent < u64::from(charge.request.cost)
+                })
+            };
+            charge_plan.set_counting_modes(lacks_lease, &mut context.sharing.counting_modes);
             if context.sharing.counting_modes.as_slice().contains(&CountingMode::Remote) {
                 return Err(Unavailable);
             }
@@ -136,6 +144,8 @@ impl SharedCounters {
                 self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, store_key, now_ms);
             let taken = if is_counted { remaining_cost(charge) } else { 0 };
             let needed = u64::from(charge.request.cost) + u64::from(taken);
+            // Leased tokens are spent first.
+            let needed = needed.saturating_sub(self.unspent_tokens(query, layer_ref, now_ms));
             // Nothing is taken under a limit that is lower by the tokens needed, and the reply is the same.
             let ceiling = base_request.ceiling.saturating_sub(needed);
             let need = needed.saturating_sub(base_request.ceiling);
@@ -174,7 +184,14 @@ impl SharedCounters {
         self.value(query).await
     }
 
-    /// Adds the usage of all shards but the first of a sharded counter, and subtracts tokens leased here and not spent.
+    /// The tokens of a layer that are leased here and not spent. The store counts them as used.
+    fn unspent_tokens(&self, query: &KeyQuery<'_>, layer_ref: LayerRef, now_ms: u64) -> u64 {
+        let KeyQuery { charge_plan, keyed_requests, .. } = query;
+        let counter = keyed_requests[layer_ref.position].map(|request| charge_plan.layer(layer_ref).counter(request));
+        counter.map_or(0, |counter| self.table.leased_tokens(counter, now_ms).into())
+    }
+
+    /// Adds the usage of all shards but the first of a sharded counter.
     async fn add_shards(
         self: &Rc<Self>,
         query: &KeyQuery<'_>,
@@ -211,8 +228,6 @@ impl SharedCounters {
                     }
                 }
             }
-            let fetched = u64::from(self.table.leased_tokens(layer.counter(keyed_request), now_ms));
-            charge.usage.used = charge.usage.used.saturating_sub(fetched);
         }
     }
 
@@ -240,11 +255,14 @@ impl SharedCounters {
                 Vec::new()
             }
         };
+        self.add_shards(query, &mut pending, &mut refunds).await;
+        let now_ms = self.clock.now().unix_ms;
         for (charge, request) in pending.context.result.charges.iter_mut().zip(unchanged) {
             (charge.request.cost, charge.request.ceiling) = (request.cost, request.ceiling);
+            let unspent = self.unspent_tokens(query, charge.layer, now_ms);
+            charge.usage.used = charge.usage.used.saturating_sub(unspent);
             charge.is_full = !charge.usage.admits(charge.request);
         }
-        self.add_shards(query, &mut pending, &mut refunds).await;
         (pending, refunds)
     }
 }

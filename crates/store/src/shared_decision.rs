@@ -25,6 +25,7 @@ use transom_limiter::rule::{OnOutage, Sharing};
 use transom_limiter::rule_set::{CountingMode, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::store_key::StoreKeys;
+use transom_limiter::window_kind::Usage;
 use transom_runtime::metrics::redis::OutageDecision;
 
 /// Most attempts of one request, for example when other requests take the tokens that it fetches.
@@ -200,8 +201,14 @@ impl SharedCounters {
     ) -> BeginResult {
         context.clear();
         let mut progress = DecisionProgress::new(charge_plan);
-        match self.advance(charge_plan, context, &StoreKeys::new(), &mut progress) {
-            NextStep::Done(decision) => {
+        let next = self.advance(charge_plan, context, &StoreKeys::new(), &mut progress);
+        let mut is_unclear = false;
+        if let NextStep::Done(Decision::Refused) = next {
+            self.add_layers_not_sent(charge_plan, context, &progress, &store_key);
+            is_unclear = SharedCounters::unclear_windows(charge_plan, context).next().is_some();
+        }
+        match next {
+            NextStep::Done(decision) if !is_unclear => {
                 self.follow_refusals(charge_plan, context, &progress, &decision, store_key);
                 BeginResult::Decided(decision)
             }
@@ -234,9 +241,6 @@ impl SharedCounters {
         decision: &Decision,
         store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
-        if matches!(decision, Decision::Refused) && progress.counts_refusal() {
-            self.add_layers_not_sent(charge_plan, context, progress, &store_key);
-        }
         if matches!(decision, Decision::Refused) || !context.result.shadowed.is_empty() {
             self.start_penalties(charge_plan, context, &store_key);
             if progress.counts_refusal() {
@@ -260,6 +264,8 @@ impl SharedCounters {
         let modes = &context.sharing.counting_modes;
         context.result.charges.retain(|charge| modes[charge.layer.position] != CountingMode::Remote);
         self.add_layers_not_sent(charge_plan, context, &progress, &store_key);
+        // A refusal that cannot wait states the penalties that are known to start.
+        self.start_checks(charge_plan, context, &store_key);
         self.start_penalties(charge_plan, context, &store_key);
         self.charge_refused_request(charge_plan, context, &progress, store_key);
     }
@@ -400,6 +406,9 @@ impl SharedDecision {
             };
             match next {
                 NextStep::Done(decision) => {
+                    if matches!(decision, Decision::Refused) && self.progress.counts_refusal() {
+                        self.complete_refusal(charge_plan).await;
+                    }
                     let SharedDecision { context, store_keys, progress, .. } = &mut *self;
                     let store_key = |rule| store_keys.get(rule).cloned().flatten();
                     shared.follow_refusals(charge_plan, context, progress, &decision, store_key);
@@ -421,6 +430,23 @@ impl SharedDecision {
                     self.next = Some(self.reserve(charge_plan, first, &layers).await)
                 }
             }
+        }
+    }
+
+    /// Adds the layers that were not sent to the store, and finds out which sliding windows are full, where that starts a penalty.
+    async fn complete_refusal(&mut self, charge_plan: &ChargePlan) {
+        let SharedDecision { shared, context, store_keys, progress, .. } = self;
+        let store_key = |rule| store_keys.get(rule).cloned().flatten();
+        shared.add_layers_not_sent(charge_plan, context, progress, store_key);
+        for (position, check) in shared.start_checks(charge_plan, context, store_key) {
+            let Some(Ok(Some((is_full, usage)))) = before_deadline(self.deadline, check).await else { continue };
+            let charge = &mut context.result.charges[position];
+            charge.is_full = is_full;
+            charge.usage = match charge_plan.rule_of(charge.layer).rule.count_refused {
+                // Until what the refusal takes comes back too.
+                true => Usage { end_ms: charge.usage.end_ms, ..usage },
+                false => usage,
+            };
         }
     }
 

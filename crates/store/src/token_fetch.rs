@@ -11,6 +11,7 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::client::StoreError;
@@ -38,6 +39,9 @@ use transom_limiter::window_kind::{AcquireRequest, Usage, WindowKind};
 
 /// Attempts to charge a refused request when other requests interfere.
 const ATTEMPTS_MAX: u32 = 3;
+
+/// A call that finds out whether a window is full, and its usage; `None` without a reply.
+pub(super) type WindowCheck = JoinHandle<Option<(bool, Usage)>>;
 
 /// A fetch of tokens for one counter.
 pub struct TokenFetch {
@@ -557,7 +561,7 @@ impl SharedCounters {
     }
 
     /// Adds the layers to a refused decision that the store would have decided, and that were not sent because other layers had
-    /// refused before. Their usage is what is known of it. Layers whose server cannot be reached are counted here, as `on_outage` says.
+    /// refused before. Their usage is what is known of it; where their server cannot be reached, with what was counted here.
     pub(super) fn add_layers_not_sent(
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
@@ -583,48 +587,81 @@ impl SharedCounters {
         }
         let first = charge_plan.add_prepared_charges(&not_sent, &self.table, now_ms, context);
         for charge in &mut context.result.charges[first..] {
-            let layer_ref = charge.layer;
-            let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.position] else { continue };
+            let Some(keyed_request) = context.inputs.keyed_requests[charge.layer.position] else { continue };
             if charge.mode == CountingMode::LocalFallback {
-                charge.usage = self.used_locally(charge_plan.rule_set(), layer_ref.id, keyed_request);
+                charge.usage = self.used_locally(charge_plan.rule_set(), charge.layer.id, keyed_request);
                 charge.is_full = !charge.usage.admits(charge.request);
                 continue;
             }
             self.set_known_usage_of(charge_plan, charge, keyed_request, now_ms);
-            let may_be_full = charge.usage.used + u64::from(charge.request.cost) > charge.request.ceiling;
-            if charge.request.kind == WindowKind::Sliding
-                && !charge.is_full
-                && may_be_full
-                && charge_plan.rule_of(layer_ref).penalty.is_some()
-                && let Some(store_key) = store_key(layer_ref.position)
-                && !self.is_unreachable(&self.key_base(&store_key, "", 0))
-                && self.begin_check(charge.counter)
-            {
-                // Tokens may have come back: only the store knows.
-                let counter = charge.counter;
-                let request =
-                    self.counter_request(charge_plan.rule_set(), layer_ref.id, keyed_request, &store_key, now_ms);
-                let ceiling = request.ceiling.saturating_sub(u64::from(charge.request.cost));
-                let (shared, rule_set) = (Rc::clone(self), Arc::clone(charge_plan.rule_set()));
-                tokio::task::spawn_local(async move {
-                    let request = CounterRequest { ceiling, ..request };
-                    let reply = shared.acquire(&[request]).await;
-                    shared.leases.with_existing(counter_id(counter), |record| record.is_being_checked = false);
-                    if let Ok(AcquireReply::Refused { .. }) = reply {
-                        shared.start_store_penalty(&rule_set, layer_ref.id.rule, keyed_request, &store_key).await;
-                    }
-                });
-            }
         }
         charge_plan.report_total_usage(&self.table, now_ms, context, first);
     }
 
-    /// Whether a check of a sliding window may begin: a flood of refused requests causes one at a time.
-    fn begin_check(&self, counter: Counter) -> bool {
-        let now = self.clock.instant();
-        self.leases.with_or_insert(counter, self.own_shard, now, |record| {
-            !std::mem::replace(&mut record.is_being_checked, true)
-        }) == Some(true)
+    /// The charges of a refused request in sliding windows that may be full, and would start a penalty then.
+    pub(super) fn unclear_windows(
+        charge_plan: &ChargePlan,
+        context: &DecisionContext,
+    ) -> impl Iterator<Item = ChargePosition> {
+        let charges = &context.result.charges;
+        charges.ids_from(ChargePosition::FIRST).filter(|position| {
+            let charge = &charges[*position];
+            let penalty = || charge_plan.penalty(charge.layer.position).and_then(|penalty| context.charge_of(penalty));
+            charge.request.kind == WindowKind::Sliding
+                && charge.mode == CountingMode::Remote
+                && !charge.is_full
+                && charge.usage.used + u64::from(charge.request.cost) > charge.request.ceiling
+                && penalty().is_some_and(|penalty| !penalty.is_full)
+        })
+    }
+
+    /// Starts checks of the sliding windows of a refused request which may be full: tokens may have come back since the store has
+    /// reported their usage. A full one starts its penalty. A flood of refused requests causes one check at a time.
+    pub(super) fn start_checks(
+        self: &Rc<Self>,
+        charge_plan: &ChargePlan,
+        context: &DecisionContext,
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
+    ) -> Vec<(ChargePosition, WindowCheck)> {
+        let start = |position: ChargePosition| {
+            let charge = &context.result.charges[position];
+            let (layer_ref, counter, AcquireRequest { cost, limit, .. }) =
+                (charge.layer, charge.counter, charge.request);
+            let keyed_request = context.inputs.keyed_requests[layer_ref.position]?;
+            let store_key = store_key(layer_ref.position)?;
+            let begin = |record: &mut LeaseRecord| !std::mem::replace(&mut record.is_being_checked, true);
+            let now = self.clock.instant();
+            if self.is_unreachable(&self.key_base(&store_key, "", 0))
+                || self.leases.with_or_insert(counter, self.own_shard, now, begin) != Some(true)
+            {
+                return None;
+            }
+            let (rule_set, now_ms) = (Arc::clone(charge_plan.rule_set()), self.clock.now().unix_ms);
+            let request = self.counter_request(&rule_set, layer_ref.id, keyed_request, &store_key, now_ms);
+            let local = u64::from(charge_plan.layer(layer_ref).capacity).saturating_sub(request.ceiling);
+            let request = CounterRequest { ceiling: request.ceiling.saturating_sub(cost.into()), ..request };
+            let shared = Rc::clone(self);
+            let check = tokio::task::spawn_local(async move {
+                let reply = shared.acquire(std::slice::from_ref(&request)).await;
+                shared.leases.with_existing(counter_id(counter), |record| record.is_being_checked = false);
+                let (is_full, replies) = match reply {
+                    Ok(AcquireReply::Granted { counters, .. }) => (false, counters),
+                    Ok(AcquireReply::Refused { counters, .. }) => (true, counters),
+                    Ok(AcquireReply::OtherWindow { .. }) | Err(_) => return None,
+                };
+                let reply = *replies.first()?;
+                let used = reply.used.max(request.used_min);
+                let used = shared.note_store_usage(counter, request.window.kind, reply, used, 0);
+                let usage = Usage { used, end_ms: reply.available_ms };
+                shared.note_refusal(counter, is_full.then_some(Refusal { need: cost.into(), cost, limit, usage }));
+                if is_full {
+                    shared.start_store_penalty(&rule_set, layer_ref.id.rule, keyed_request, &store_key).await;
+                }
+                Some((is_full, Usage { used: used + local, ..usage }))
+            });
+            Some((position, check))
+        };
+        SharedCounters::unclear_windows(charge_plan, context).filter_map(start).collect()
     }
 
     /// A request to the store for one layer, for 0 tokens.
