@@ -42,7 +42,7 @@ class Profile:
 
     folder: str
     requests: int
-    # Measurements of a refused request.
+    # Measurements of each request.
     repeated: int
     # 0: decisions are not counted.
     decisions: int
@@ -92,14 +92,13 @@ def measure(options, directory, report):
     cases = DECISION_CASES if profile.decisions else []
     decisions = [(case, executor.submit(per_decision, program, case, profile)) for case in cases]
     upstream, upstream_port = load_generators.start_upstream(directory, callgrind.CORE)
-    with upstream:
+    with upstream, callgrind.CountedGateway(transom, directory, upstream_port, REFUSING) as gateway:
         for protocol, http in (("HTTP/1.1", "--h1"), ("HTTP/2", "-m1")):
             for name, path, status in (("forwarded", "/api/hello", 2), ("refused", "/refused", 4)):
-                # A refusal is so fast that the kernel sometimes runs the client before the gateway waits: the least count is
-                # that without such interruptions.
-                counts[f"request, {protocol}, {name}"] = callgrind.per_request(
-                    transom, directory, upstream_port, [path], options.requests or profile.requests, REFUSING, http, status,
-                    runs=1 if status == 2 else profile.repeated,
+                # The kernel sometimes runs the client before the gateway waits: the least count is that without such
+                # interruptions.
+                counts[f"request, {protocol}, {name}"] = gateway.per_request(
+                    [path], options.requests or profile.requests, http, status, runs=profile.repeated
                 )
     for case, count in decisions:
         counts[f"decision, {case}"] = count.result()

@@ -95,6 +95,10 @@ class Server:
                 time.sleep(0.02)
         raise BenchmarkError(f"{self.name} does not listen on port {port}; its output:\n{self.output()}")
 
+    @property
+    def pid(self):
+        return self._process.pid
+
     def output(self):
         with open(self._log, errors="replace") as file:
             return file.read()[-2000:].strip() or "(nothing)"

@@ -59,10 +59,10 @@ def measure(options, directory, report):
     def instructions(scenario, workers):
         path = scenario.path or load_generators.PATH
         paths = [path.replace("*", str(number)) for number in range(scenario.count)]
-        return callgrind.per_request(
-            options.transom, directory, upstream_port, paths, options.requests, scenario=scenario, cores=cores(workers),
-            connections=COUNTED_CONNECTIONS,
-        )
+        with callgrind.CountedGateway(
+            options.transom, directory, upstream_port, scenario=scenario, cores=cores(workers)
+        ) as gateway:
+            return gateway.per_request(paths, options.requests, connections=COUNTED_CONNECTIONS)
 
     with upstream:
         for name in options.pair or PAIRS:

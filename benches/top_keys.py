@@ -81,7 +81,8 @@ def instructions_per_request(options, directory, upstream_port, load, setting):
         f"[admin]\n{setting}\n[rules.per-path]\nkey = \"path\"\nwindows = [\"4000000000/hour\", \"70000000/minute\"]\n"
         "[[routes]]\npath = \"/api/{name}\"\nupstream = \"bench\"\nrules = [\"per-path\"]\n"
     )
-    return callgrind.per_request(options.transom, directory, upstream_port, load.paths, options.requests, rule)
+    with callgrind.CountedGateway(options.transom, directory, upstream_port, rule) as gateway:
+        return gateway.per_request(load.paths, options.requests)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ use transom_rules::responses::LocalResponse;
 use transom_store::map_follower::SharedMap;
 use transom_store::shared_map::{Changed, Precondition};
 
-/// How often, and how long in all, a change waits for another one.
+/// How often, and how long in all, a change waits for one of another process.
 const BUSY_DELAY: Duration = Duration::from_millis(20);
 const BUSY_RETRIES: u32 = 100;
 
@@ -117,8 +117,9 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
             (entry, before)
         }
         None => {
-            let added =
-                edit(served, move |access, served| access_file::add(&access.file, &new, &served.config)).await?;
+            let add =
+                move |access: &Access, served: &ServedConfig| access_file::add(&access.file, &new, &served.config);
+            let added = edit(&call, served, add).await?;
             (added.entry, added.before.map(|before| before.to_json(&served.config, now_ms)))
         }
     };
@@ -160,8 +161,9 @@ pub async fn remove(call: Call) -> Result<Response<AdminBody>, ApiError> {
         }
         None => {
             let (id, served) = (id.ok_or_else(unknown)?, &decision_api.served);
-            let removed = edit(served, move |access, served| access_file::remove(&access.file, &[id], &served.config));
-            let removed = removed.await?.into_iter().next().ok_or_else(unknown)?;
+            let remove =
+                move |access: &Access, served: &ServedConfig| access_file::remove(&access.file, &[id], &served.config);
+            let removed = edit(&call, served, remove).await?.into_iter().next().ok_or_else(unknown)?;
             removed.to_json(&served.config, now_ms)
         }
     };
@@ -264,12 +266,15 @@ fn refilled() -> ApiError {
     ApiError::NotChanged(String::from("the store is being filled again: try again in some seconds"))
 }
 
-/// Edits the file in a thread of its own: it may be long. Waits while it is edited by others.
+/// Edits the file in a thread of its own: it may be long. Edits of this gateway come one after the other, in order; waits while
+/// another process edits the file.
 async fn edit<T: Send + 'static>(
+    call: &Call,
     served: &Arc<ServedConfig>,
     edit: impl Fn(&Access, &ServedConfig) -> Result<T, EditError> + Send + Sync + 'static,
 ) -> Result<T, ApiError> {
     let edit = Arc::new(edit);
+    let _turn = call.state.access_file.lock().await;
     let mut retries = 0..BUSY_RETRIES;
     loop {
         let (served, edit) = (Arc::clone(served), Arc::clone(&edit));

@@ -19,7 +19,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::UnboundedSender;
-use tokio::sync::{Semaphore, oneshot, watch};
+use tokio::sync::{Mutex, Semaphore, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
@@ -130,6 +130,8 @@ pub struct AdminState {
     pub decision_api: watch::Receiver<Option<Arc<DecisionApi>>>,
     /// To the thread that applies configurations.
     pub access_edits: UnboundedSender<AccessEdit>,
+    /// Held while the access file is edited.
+    pub access_file: Mutex<()>,
     /// The deny entries of the store, if they are shared.
     pub shared_deny: watch::Receiver<Option<SharedMap>>,
     pub upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,
