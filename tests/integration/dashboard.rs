@@ -421,6 +421,15 @@ fn the_page_is_live_and_resets_keys_with_the_token() {
     browser.wait("#rules tbody", "2/hour");
     ask(&process, 200);
     browser.wait("#lookup-result", "1 of 2");
+    // The rate of the only route is that of all requests.
+    let script = "document.querySelector('#tiles dd').firstChild.data + ' ' + \
+                  document.querySelector('#routes tbody tr').children[2].textContent";
+    eventually("the rate of the route is shown", || {
+        process.client().get_with("/a", &[("X-User", HOSTILE)]);
+        let rates = browser.run(json!({ "do": "run", "script": script }));
+        let (all, of_route) = rates.as_str().unwrap().split_once(' ').unwrap();
+        all == of_route && all != "0"
+    });
     assert_eq!(browser.problems_but(&["net::ERR_", "status of 401"]), Vec::<String>::new());
 }
 

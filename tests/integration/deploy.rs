@@ -158,13 +158,40 @@ fn the_dashboard_counts_a_refusal_once() {
     let dashboard: Value = serde_json::from_str(&read("deploy/grafana.json")).unwrap();
     let panel = dashboard["panels"].as_array().unwrap().iter().find(|panel| panel["title"] == "Refusals").unwrap();
     let query = panel["targets"][0]["expr"].as_str().unwrap();
-    let metric = query.split(['(', '{']).find(|word| word.starts_with("transom_")).unwrap();
-    let labels: &[_] = if query.contains("outcome=\"refused\"") { &[("outcome", "refused")] } else { &[] };
+    let (metric, labels) = selected(query);
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"2/minute\", \"2/hour\"]"));
     for status in [200, 200, 429] {
         gateway.get("/a").expect(status);
     }
-    assert_eq!(gateway.metrics().sum(metric, labels), 1, "{query}");
+    assert_eq!(gateway.metrics().sum(metric, &labels), 1, "{query}");
+}
+
+/// The metric in a query, and the values of `outcome` that the query selects.
+fn selected(query: &str) -> (&str, Vec<(&str, &str)>) {
+    let metric = query.split(['(', '{']).find(|word| word.starts_with("transom_")).unwrap();
+    let outcome = query.split_once("outcome=\"").map(|(_, rest)| ("outcome", rest.split('"').next().unwrap()));
+    (metric, outcome.into_iter().collect())
+}
+
+#[test]
+fn the_dashboard_shows_requests_and_refusals_by_client() {
+    let dashboard: Value = serde_json::from_str(&read("deploy/grafana.json")).unwrap();
+    let rule = one_rule("key = \"header:x-key\"\non_missing_key = \"skip\"\nwindows = [\"2/minute\"]");
+    let clients = "[clients]\nfile = \"clients.toml\"\nsubject = \"header:x-key\"\n[metrics]\nclients = true\n";
+    let toml = format!("{clients}{rule}[rules.r.plans.gold]\nwindows = [\"2/minute\"]\n");
+    let gateway = Gateway::start_with(&toml, "[clients.acme]\nplan = \"gold\"\nsubjects = [\"a\"]\n");
+    for status in [200, 200, 429] {
+        gateway.get_with("/a", &[("X-Key", "a")]).expect(status);
+    }
+    for (title, count) in [("Requests by client", 3), ("Refusals by client", 1)] {
+        let panel = dashboard["panels"].as_array().unwrap().iter().find(|panel| panel["title"] == title).unwrap();
+        let target = &panel["targets"][0];
+        let query = target["expr"].as_str().unwrap();
+        assert!(query.contains("by (client)") && target["legendFormat"] == "{{client}}", "{target}");
+        let (metric, mut labels) = selected(query);
+        labels.push(("client", "acme"));
+        eventually_eq(|| gateway.metrics().sum(metric, &labels), count);
+    }
 }
 
 #[test]

@@ -188,6 +188,24 @@ fn rapid_reset_ends_the_connection_and_every_request_is_counted() {
         assert!(pause.is_zero() || sent < 2000, "the attack was not stopped");
         eventually_eq(|| abuse_count(&gateway, "reset") + abuse_count(&gateway, "protocol_error"), 1);
     }
+    // The configured number is allowed, and one more is not.
+    for (max_resets, is_ended) in [(3, true), (4, false)] {
+        let rule = one_rule("key = \"ip\"\nwindows = [\"1000000/hour\"]");
+        let gateway = Gateway::start(&format!("workers = 1\n[http2]\nmax_resets = {max_resets}\n{rule}"));
+        let mut raw = open_connection(&gateway);
+        let reset = |n: u32| {
+            let head = frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, &request_block("GET", "/attack"));
+            [head, frame(RST_STREAM, 0, 2 * n + 1, &CANCEL.to_be_bytes())].concat()
+        };
+        // In one piece: all of them count in the same second.
+        raw.send((1..=4).flat_map(reset).collect::<Vec<u8>>());
+        if is_ended {
+            raw.read_to_end();
+            eventually_eq(|| abuse_count(&gateway, "reset"), 1);
+        } else {
+            raw.send(frame(PING, 0, 0, &[0; 8])).read_until(PING);
+        }
+    }
     // At an allowed rate, every request is counted.
     let gateway = gateway();
     let mut raw = open_connection(&gateway);

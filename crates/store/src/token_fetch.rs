@@ -1351,6 +1351,34 @@ mod tests {
         });
     }
 
+    /// The client of a request that waits for the fetch of another leaves.
+    #[test]
+    fn a_request_that_leaves_a_joined_fetch_hinders_no_other() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            worker.record("a", |_record| ());
+            worker.store.hold();
+            worker.shared.start_fetches(vec![worker.fetch(0, 0, "a", 1, 1)]);
+            assert_eq!(worker.store.next_calls().await, [acquire(KEY, [1, 1, 0])]);
+            let mut requests: Vec<_> =
+                [3, 5].map(|cost| Box::pin(worker.pending("a", cost).decide(&worker.charge_plan))).into();
+            for request in &mut requests {
+                assert!(poll_fn(|cx| Poll::Ready(request.as_mut().poll(cx).is_pending())).await);
+            }
+            drop(requests.remove(0));
+            worker.store.release();
+            let [request] = requests.try_into().ok().unwrap();
+            assert!(matches!(request.await.unwrap().decision, Decision::Admitted));
+            let calls = worker.store.take_calls();
+            let [Call::Acquire(keys), ..] = &calls[..] else { panic!("{calls:?}") };
+            // One token was leased, and what the other has asked for is fetched at most once.
+            let [needed, wanted, _] = keys[0].1;
+            assert!(needed == 4 && (4..=7).contains(&wanted), "{calls:?}");
+            let (waiting, resuming) = worker.record("a", |record| (record.waiting_tokens, record.resuming_tokens));
+            assert_eq!((waiting, resuming), (0, 0));
+        });
+    }
+
     #[test]
     fn a_request_that_joins_one_fetch_sizes_the_others_when_they_start() {
         run(async {
