@@ -46,7 +46,11 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let client = client.ok_or_else(|| ApiError::UnknownClient(name.clone()))?;
     let layers = client.layers_without_grants(call.state.clock.wall_ms(), configured, rules);
     let layers = layers.map_err(|(message, _fix)| ApiError::Rejected(message))?;
-    let limit = find_window(configured, &layers, &window).ok_or(ApiError::UnknownWindow(window))?;
+    let limit = find_window(configured, &layers, &window).ok_or_else(|| ApiError::UnknownWindow {
+        rule: rule.clone(),
+        window,
+        known: layers.iter().map(|layer| layer.period_text.clone()).collect(),
+    })?;
     check_rule(configured, limit, &name, tokens)?;
     if configured.sharing == Sharing::Local
         && matches!(limit.windows, Windows::FirstRequest { .. })

@@ -146,7 +146,8 @@ pub async fn explain_without_gateway(config: Config, question: &Question) -> Res
     let table = Table::with_capacity(1).ok_or("there is too little memory")?;
     let counters = CounterAccess::new(SharedByWorkers::new(Arc::new(table), clock), None);
     let explained = explain(&served, question, &counters, false).await;
-    explained.map_err(|_unknown| format!("unknown client `{}`", question.as_client.as_deref().unwrap_or_default()))
+    let name = question.as_client.as_deref().unwrap_or_default();
+    explained.map_err(|_unknown| format!("unknown client `{name}`: `transom clients list` lists the clients"))
 }
 
 impl Explanation {

@@ -257,7 +257,7 @@ fn failures_after_forwarding_are_not_refunded() {
 #[test]
 fn the_request_or_experience_says_what_is_reserved() {
     let upstream = upstream();
-    let table = "{ json = \"/max_tokens\", input = \"bytes/4\", default = 50 }";
+    let table = "{ json = [\"/max_completion_tokens\", \"/max_tokens\"], input = \"bytes/4\", default = 50 }";
     let rules = [
         format!("{{ usage = \"auto\", weights = {{ input = 2, output = 3 }}, max = 1000, reserve = {table} }}"),
         "{ usage = \"auto\", reserve = { learnt = true, default = 70 } }".to_owned(),
@@ -286,6 +286,9 @@ fn the_request_or_experience_says_what_is_reserved() {
     // 2 for each token of input, of which there are a quarter of the bytes, and 3 for one of output.
     ask(&gateway, "/chat", "{\"max_tokens\":10.5}", [2 * 5 + 32, 70]);
     ask(&gateway, "/chat", "{\"max_tokens\":null}", [2 * 5 + 150, 70]);
+    // The greater one, whichever the server obeys.
+    ask(&gateway, "/chat", "{\"max_completion_tokens\":30,\"max_tokens\":1}", [2 * 11 + 90, 70]);
+    ask(&gateway, "/chat", "{\"max_completion_tokens\":1,\"max_tokens\":30}", [2 * 11 + 90, 70]);
     ask(&gateway, "/none", "no JSON", [2 * 2 + 150, 70]);
     ask(&gateway, "/chat", "", [150, 70]);
     ask(&gateway, "/chat", "{\"max_tokens\":9999999999}", [1000, 70]);
@@ -336,9 +339,7 @@ fn usage_is_counted_by_client() {
 #[test]
 fn include_usage_is_set_and_its_chunk_hidden() {
     let server = ScriptServer::start("model_server.py", &[] as &[&str]);
-    let toml =
-        documented("llm-tokens.md", server.address).replace("[[routes]]", "[[routes]]\nset_include_usage = true");
-    let gateway = Gateway::start(&toml);
+    let gateway = Gateway::start(&documented("llm-tokens.md", server.address));
     let (mut client, mut http2) = (gateway.client(), Http2Client::connect(gateway.http));
     let body = |options| {
         format!(
@@ -357,6 +358,14 @@ fn include_usage_is_set_and_its_chunk_hidden() {
     eventually_eq(|| gateway.metrics().sum("transom_usage_missing_total", &[]), 0);
     let output = || gateway.metrics().sum("transom_usage_total", &[("rule", "tokens"), ("kind", "output")]);
     eventually_eq(output, 15);
+}
+
+/// What a key has used, of a gateway whose admin address has no other name.
+fn count(gateway: &Gateway, rule: &str, key: &str) -> Value {
+    let (query, host) = (json!({ "rule": rule, "key": key }).to_string(), gateway.admin.to_string());
+    let fields = [("Host", host.as_str())];
+    let state = Client::connect(gateway.admin).request("POST", "/v1/value", &fields, query.as_bytes());
+    state.expect(200).json()["count"].clone()
 }
 
 /// The answers of each client cost what the server has counted, to the token.
@@ -384,24 +393,27 @@ fn the_guide_limits_llm_tokens() {
     ] {
         assert!(ask(key, path, &body).expect(200).body.len() > 9, "{path}");
     }
-    let used = |rule: &str, key: &str| {
-        let (query, host) = (json!({ "rule": rule, "key": key }).to_string(), gateway.admin.to_string());
-        let fields = [("Host", host.as_str())];
-        let state = Client::connect(gateway.admin).request("POST", "/v1/value", &fields, query.as_bytes());
-        state.expect(200).json()["count"].clone()
-    };
+    let used = |rule: &str, key: &str| count(&gateway, rule, key);
     let host = server.address.to_string();
     let counted = Client::connect(server.address).get_with("/used", &[("Host", &host)]).expect(200).json();
     let counted = ["input", "output"].map(|kind| counted[kind].as_u64().unwrap());
     assert_eq!(counted, [14, 80]);
-    eventually_eq(|| [used("tokens", "alice"), used("tokens", "bob")], [46, 48].map(serde_json::Value::from));
+    eventually_eq(|| [used("tokens", "alice"), used("tokens", "bob")], [46, 48].map(Value::from));
     // 1.25 and 10 millionths a token of the first four answers, rounded up each, and 5 of the last.
     eventually_eq(|| used("money", "global"), (4 * (4 + 200) + 2 * 5).into());
-    // A stream that states no usage keeps its reserve.
-    let body = format!("{{{chat},\"stream\":true}}");
-    ask("carol", "/v1/chat/completions", &body).expect(200);
-    eventually_eq(|| used("tokens", "carol"), (20 + body.len().div_ceil(4)).into());
-    assert_eq!(gateway.metrics().sum("transom_usage_missing_total", &[("reason", "absent")]), 1);
+}
+
+/// Such as one of OpenAI, without `set_include_usage`.
+#[test]
+fn a_stream_that_states_no_usage_keeps_its_reserve() {
+    let server = ScriptServer::start("model_server.py", &[] as &[&str]);
+    let toml = documented("llm-tokens.md", server.address).replace("set_include_usage = true", "");
+    let gateway = Gateway::start(&toml);
+    let body = r#"{"model":"m","stream":true,"messages":[{"role":"user","content":"one"}],"max_tokens":20}"#;
+    let fields = [("Authorization", "Bearer a"), ("Content-Type", "application/json")];
+    gateway.client().request("POST", "/v1/chat/completions", &fields, body.as_bytes()).expect(200);
+    eventually_eq(|| gateway.metrics().sum("transom_usage_missing_total", &[("reason", "absent")]), 1);
+    assert_eq!(count(&gateway, "tokens", "a"), json!(20 + body.len().div_ceil(4)));
 }
 
 /// The fields of the access log that state what a request cost.

@@ -18,7 +18,7 @@ use super::path::Segment;
 use super::response_body;
 use super::route::Route;
 use super::route_actions::LocalResponse;
-use super::rule::GatewayRule;
+use super::rule::{GatewayRule, QuotaUnit};
 use super::window::layers_are_comparable;
 use transom_http::path_normalize::{PathParameters, TrailingSlash};
 use transom_limiter::burst_bound;
@@ -122,7 +122,9 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
         let opener_stays = !delays && counts_all && !matches!(rule.cost, Cost::Response { .. });
         let unit = match &rule.bytes {
             Some(bytes) => format!("units of {} bytes", bytes.unit),
-            None => String::from(if has_cost_1 { "requests" } else { "tokens" }),
+            None if has_cost_1 => String::from("requests"),
+            None if rule.quota_unit() == QuotaUnit::WeightedTokens => String::from("weighted tokens"),
+            None => String::from("tokens"),
         };
         let name = &rule.name;
         let plan = |plan: &Plan| (format!("{name}, plan {}", plan.name), plan.layers.clone(), plan.concurrent);

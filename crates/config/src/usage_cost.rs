@@ -29,8 +29,8 @@ pub struct UsageCost {
 pub enum Reserve {
     Fixed(u32),
     OfRequest {
-        /// The number of tokens of output.
-        output: Option<JsonPointer>,
+        /// Numbers of tokens of output, of which the greatest counts.
+        output: Vec<JsonPointer>,
         /// Bytes of the body that count as a token of input.
         bytes_per_input: Option<u32>,
         /// Tokens of output if the body states none.
@@ -149,8 +149,9 @@ impl Kind for Factor {
 settings! {
     /// What is charged in advance.
     pub struct ReserveSettings checked by check_reserve {
-        /// JSON Pointer to a number in the request: the tokens of output that it may use.
-        json: Option<JsonPointer> = Word { shape: "JSON Pointer", example: "\"/max_tokens\"", read: read_pointer };
+        /// JSON Pointers to numbers in the request: the tokens of output that it may use. The greatest counts.
+        json: Vec<JsonPointer> =
+            Words { shape: "JSON Pointer", example: "[\"/max_tokens\"]", or: "", read: read_pointer };
         /// `"bytes/N"`: each N bytes of the request's body count as a token of input. Without it: 0.
         input: Option<u32> = Word { shape: "`\"bytes/N\"`", example: "\"bytes/4\"", read: read_bytes_per_input };
         /// Reserves the 95th percentile of what the requests of this rule that name the same model have cost lately, instead of

@@ -118,17 +118,20 @@ pub fn require_limits(table: &mut Table) {
 
 fn read_layers(item: &Item, report: &mut Report) -> Option<Vec<Limit>> {
     if let DeValue::String(text) = item.value {
-        let fix = match guess_limit(text) {
+        let layer = |part: &str| match Limit::parse(part.trim()) {
+            Ok(_) => Some(format!("\"{}\"", part.trim())),
+            Err(_) => guess_limit(part).map(|(tokens, period)| format!("\"{tokens}/{period}\"")),
+        };
+        let layers = layer(text).or_else(|| {
+            let layers: Option<Vec<String>> = text.split([',', ';']).map(layer).collect();
+            Some(layers?.join(", "))
+        });
+        let fix = match layers {
             _ if item.is_off() => {
                 String::from("remove the rule, or write `on_limit = \"shadow\"` to count without refusals")
             }
-            None if Limit::parse(text.trim()).is_err() => {
-                let layer = |part: &str| guess_limit(part).map(|(tokens, period)| format!("\"{tokens}/{period}\""));
-                let layers = text.split([',', ';']).map(layer).collect::<Option<Vec<String>>>();
-                layers
-                    .map_or_else(|| item.fix_with(EXAMPLE), |layers| item.fix_with(&format!("[{}]", layers.join(", "))))
-            }
-            _ => item.fix_with(&format!("[\"{}\"]", text.trim())),
+            Some(layers) => item.fix_with(&format!("[{layers}]")),
+            None => item.fix_with(EXAMPLE),
         };
         return item.wrong_type("a list", &fix, report);
     }
@@ -227,6 +230,12 @@ fn limit_fix(text: &str, error: LimitError) -> String {
         && Limit::parse(&format!("{tokens}/{seconds}s")).is_ok()
     {
         return format!("write `\"{tokens}/{seconds}s\"`, if seconds are meant");
+    }
+    // Such as `1000/day/user`.
+    if let Some((limit, _counted_by)) = text.rsplit_once('/')
+        && Limit::parse(limit.trim()).is_ok()
+    {
+        return format!("write `\"{}\"`; the `key` of the rule says whose requests it counts", limit.trim());
     }
     match (error, guess_limit(text)) {
         (LimitError::Syntax | LimitError::Period(PeriodError::Syntax), Some((tokens, period))) => {

@@ -422,7 +422,11 @@ pub enum ApiError {
     /// No client has this name.
     UnknownClient(String),
     /// The rule has no such window for the client.
-    UnknownWindow(String),
+    UnknownWindow {
+        rule: String,
+        window: String,
+        known: Vec<String>,
+    },
     /// The rule lists no key with this id.
     UnlistedKey {
         rule: String,

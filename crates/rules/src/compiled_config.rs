@@ -359,7 +359,7 @@ fn body_pointers(rule: &GatewayRule) -> impl Iterator<Item = JsonPointer> {
     let reserve = rule.usage.as_ref().map(|usage| &usage.reserve).filter(|reserve| reserve.reads_bodies());
     let output = match reserve {
         Some(Reserve::OfRequest { output, .. }) => output.clone(),
-        _ => None,
+        _ => Vec::new(),
     };
     // A reserve depends on the weights of the model, or on its costs.
     let reserve = reserve.map(|_| requested_model()).into_iter().chain(output);

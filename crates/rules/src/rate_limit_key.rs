@@ -87,7 +87,7 @@ impl BodyReserve {
         let model = body.and_then(BodyValues::model);
         let reserve = match &self.usage.reserve {
             Reserve::OfRequest { output, bytes_per_input, default } => {
-                let stated = output.as_ref().zip(body).and_then(|(pointer, body)| body.number(pointer));
+                let stated = body.and_then(|body| output.iter().filter_map(|pointer| body.number(pointer)).max());
                 from(if stated.is_some() { "json" } else { "default" });
                 let bytes = body.map_or(0, BodyValues::bytes);
                 let input = bytes_per_input.map_or(0, |per_token| bytes.div_ceil(per_token as usize));

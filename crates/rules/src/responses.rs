@@ -489,8 +489,8 @@ pub fn api_error_response(error: &ApiError) -> LocalResponse {
     let (status, detail) = match error {
         ApiError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("unknown rule `{name}`")),
         ApiError::UnknownClient(name) => (StatusCode::NOT_FOUND, format!("unknown client `{name}`")),
-        ApiError::UnknownWindow(name) => {
-            (StatusCode::NOT_FOUND, format!("unknown window `{name}`: name one by its period, or as `/v1/value` does"))
+        ApiError::UnknownWindow { rule, window, known } => {
+            (StatusCode::NOT_FOUND, format!("unknown window `{window}`: rule `{rule}` has `{}`", known.join("`, `")))
         }
         ApiError::UnlistedKey { rule, id } => (
             StatusCode::NOT_FOUND,
