@@ -8,8 +8,9 @@
 //!
 //! Deliberate mistakes that these tests notice: a refund after the response is dropped; a rule of one gateway does not count
 //! refusals after a request to another route; a segment of a sliding window expires one segment too early; a refused request is
-//! not charged in the store; a cost beyond the reserve is not charged in the store. With more configurations: leased tokens of an
-//! ended window pay for a refused request.
+//! not charged in the store; a cost beyond the reserve is not charged in the store; a key gets one slot too many. With more
+//! configurations: leased tokens of an ended window pay for a refused request; a request that has waited is not charged in the
+//! windows that have begun meanwhile.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;

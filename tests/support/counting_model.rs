@@ -434,14 +434,17 @@ impl Model {
             if let Some(outcome) = outcome {
                 next.count_outcome(rule, outcome);
             }
+            // A shadow rule does not look at its windows for a request without a slot.
+            let is_examined = !(rule.is_shadow && has_no_slot);
             if is_full
+                && is_examined
                 && self.penalty_end(applied, now).is_none()
                 && let Some(penalty_ms) = rule.penalty_ms
             {
                 next.penalties.insert((applied.position, applied.key.clone()), now + penalty_ms);
             }
             if !is_admitted || (is_refusing && !is_delaying) {
-                if rule.count_refused {
+                if rule.count_refused && is_examined {
                     next.count_refusal(applied, now);
                 }
                 continue;
