@@ -48,6 +48,8 @@ pub struct ChargePlan {
     pub is_shared: bool,
     /// How each rule is counted while the store is reachable.
     pub(super) counting_modes: IdVec<PlanPosition, CountingMode>,
+    /// Whether tokens of sliding windows are leased.
+    leases_sliding: bool,
     pub(super) may_delay: bool,
     counts_refused: bool,
     has_penalties: bool,
@@ -96,12 +98,17 @@ impl RuleSet {
     pub fn charge_plan(self: &Arc<Self>, rules: impl IntoIterator<Item = RuleId>) -> ChargePlan {
         let rules: IdVec<PlanPosition, RuleId> = rules.into_iter().collect();
         let compiled = || rules.iter().map(|rule| &self.rules[*rule]);
+        let leases_sliding = |compiled: &CompiledRule| {
+            compiled.counting_mode() == CountingMode::Leased
+                && compiled.compiled_layers().any(|layer| layer.request.kind == WindowKind::Sliding)
+        };
         let mut plan = ChargePlan {
             rule_set: Arc::clone(self),
             enforced: Vec::new(),
             enforced_layers: Vec::new(),
             shadow_rules: rules.ids().filter(|position| self.rules[rules[*position]].rule.is_shadow()).collect(),
             concurrent: self.concurrent_order(&rules),
+            leases_sliding: compiled().any(leases_sliding),
             may_delay: compiled().any(|compiled| compiled.rule.delays()),
             counts_refused: compiled().any(|compiled| compiled.rule.count_refused),
             has_penalties: compiled().any(|compiled| compiled.penalty.is_some()),
@@ -274,6 +281,11 @@ impl ChargePlan {
                 table.prefetch(keyed_request.key.bucket_hash.wrapping_add(bucket.offset));
             }
         }
+    }
+
+    /// Whether tokens of sliding windows are leased for any of the rules.
+    pub fn leases_sliding(&self) -> bool {
+        self.leases_sliding
     }
 
     /// Whether any of the rules counts refused requests.

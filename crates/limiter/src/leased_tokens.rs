@@ -3,7 +3,8 @@
 //! Next to the counter of a key there are two more words in the same buckets. The *lease* holds tokens that were
 //! fetched and not spent yet. It is charged like any counter, with [`WindowKind::Leased`], so that a request on leased
 //! and other counters is decided at once. A lease is valid in one window: when the window ends, its tokens expire. The
-//! *known usage* is the last reported usage of the shared counter; it grants nothing.
+//! *known usage* is the last reported usage of the shared counter; it grants nothing. Of a sliding window, one more word ends when
+//! its first tokens come back.
 //!
 //! Tokens are only moved: a deposited token is spent once, or withdrawn once. A lease that does not fit into a full
 //! table costs only its own key; leases never go to overflow counters, where other keys would spend them. Fetching
@@ -15,10 +16,11 @@ use crate::table::{Counter, Table};
 use crate::window::END_MAX_MS;
 use crate::window_kind::{AcquireRequest, CEILING_MAX, Usage, WindowKind};
 
-/// These constants distinguish a lease from its counter, and the known usage from both. Leases may outlive the process,
+/// These constants distinguish a lease from its counter, and the other words from both. Leases may outlive the process,
 /// so the constants never change.
 const LEASE_TAG: u64 = 0x27_8DDE_6E5F_D29F;
 const KNOWN_USAGE_TAG: u64 = 0x35_BA3F_AE19_967F;
+const FIRST_RETURN_TAG: u64 = 0x1B_64D2_90C7_3E85;
 
 impl Counter {
     /// The lease of this counter, to be charged with [`AcquireRequest::leased`].
@@ -156,6 +158,16 @@ impl<const W: usize> Table<W> {
     /// ended.
     pub fn known_usage(&self, counter: Counter, now_ms: u64) -> Option<(u64, u32)> {
         self.find_live(counter.known_usage_counter(), now_ms).map(|word| (word.end_ms(), word.count()))
+    }
+
+    /// Notes when the first tokens of a sliding window come back. No earlier token follows.
+    pub fn note_first_return(&self, counter: Counter, returns_ms: u64, now_ms: u64) {
+        let _ = self.write_window(counter.with_tag_mask(FIRST_RETURN_TAG), returns_ms, now_ms, |_word| 1);
+    }
+
+    /// When the first tokens of a sliding window come back, as far as is known.
+    pub(super) fn first_return_ms(&self, counter: Counter, now_ms: u64) -> Option<u64> {
+        self.find_live(counter.with_tag_mask(FIRST_RETURN_TAG), now_ms).map(CounterWord::end_ms)
     }
 
     fn known_end_ms(&self, counter: Counter, now_ms: u64) -> u64 {

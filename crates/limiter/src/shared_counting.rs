@@ -299,6 +299,26 @@ impl ChargePlan {
         }
     }
 
+    /// Makes the charges of an admitted request in leases on sliding windows state when the first tokens come back: the lease ends
+    /// before. As in [`ChargePlan::report_total_usage`], their receipts are with those of shards then.
+    pub fn state_first_returns<const W: usize>(&self, table: &Table<W>, context: &mut DecisionContext) {
+        if !self.leases_sliding() {
+            return;
+        }
+        let (keyed_requests, now_ms) = (&context.inputs.keyed_requests, context.result.decided_ms);
+        let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
+        for charge in charges.iter_mut().filter(|charge| charge.mode == CountingMode::Leased) {
+            let layer = self.layer(charge.layer);
+            if layer.request.kind == WindowKind::Sliding
+                && let Some(keyed_request) = keyed_requests[charge.layer.position]
+                && let Some(returns_ms) = table.first_return_ms(layer.counter(keyed_request), now_ms)
+            {
+                shard_receipts.extend(charge.take_receipt());
+                charge.usage.end_ms = returns_ms;
+            }
+        }
+    }
+
     /// Makes charges of leases, except those in `stated`, state the usage of their counter as far as it is known, as
     /// that of the lease says nothing about it.
     pub fn state_known_usage_of_leases<const W: usize>(

@@ -364,6 +364,31 @@ mod tests {
         });
     }
 
+    /// The next tokens of a sliding window come back a period after the first ones were used. Leases end before.
+    #[test]
+    fn leases_of_sliding_windows_state_when_tokens_come_back() {
+        run(async {
+            let mut stated = Vec::new();
+            for sharing in [Sharing::Local, Sharing::Exact, Sharing::Lease] {
+                let mut rule = Rule { sharing, ..leased(&["20/minute"]) };
+                rule.layers[0].windows = Windows::Sliding { period_ms: 60_000 };
+                let worker = TestWorker::new(&[rule]).await;
+                let workers = [worker.beside(), worker];
+                let mut usages = Vec::new();
+                for worker in (0..60).map(|i| &workers[i % 2]) {
+                    let (decision, context) = worker.outcome("a", 1).await.unwrap();
+                    let usage = context.result.charges.as_slice()[0].usage;
+                    usages.push((matches!(decision, Decision::Admitted), usage.used, usage.end_ms));
+                    worker.settled_calls().await;
+                    worker.clock.advance(Duration::from_millis(2500));
+                }
+                stated.push(usages);
+            }
+            assert_eq!(stated[1], stated[0]);
+            assert_eq!(stated[2], stated[0]);
+        });
+    }
+
     /// Without the store, the gateway has assumed a later end of the window.
     #[test]
     fn the_first_value_after_an_outage_is_that_of_the_store() {

@@ -241,6 +241,9 @@ impl SharedCounters {
         decision: &Decision,
         store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
+        if !matches!(decision, Decision::Refused) {
+            charge_plan.state_first_returns(&self.table, context);
+        }
         if matches!(decision, Decision::Refused) || !context.result.shadowed.is_empty() {
             self.start_penalties(charge_plan, context, &store_key);
             if progress.counts_refusal() {

@@ -210,13 +210,16 @@ impl SharedCounters {
             record.refund_target.replace(refund_target.clone())
         });
         if let Some(former) = former.flatten().filter(|former| former.end_ms < lease_end_ms) {
-            self.discard_ended_lease(fetch.counter, &former);
+            self.discard_ended_lease(fetch.counter, &former, request.window);
         }
         let Ok(granted) = u32::try_from(reply.granted) else { return };
         if granted == 0 {
             return;
         }
         self.metrics.fetched(reply.granted);
+        if request.window.kind == WindowKind::Sliding {
+            self.table.note_first_return(fetch.counter, reply.available_ms, now_ms);
+        }
         // Tokens of a window that has other limits were fetched under the limits of the one before.
         let excess = match fetch.rule_set.is_beyond_limits(fetch.layer, fetch.keyed_request.variant, reply.end_ms) {
             true => granted,
@@ -254,11 +257,16 @@ impl SharedCounters {
     }
 
     /// Withdraws the tokens that are left of an ended window: those of plain windows have expired, the others are refunded.
-    fn discard_ended_lease(self: &Rc<Self>, counter: Counter, former: &RefundTarget) {
+    fn discard_ended_lease(self: &Rc<Self>, counter: Counter, former: &RefundTarget, window: StoreWindow) {
         let left = self.table.withdraw(counter, former.end_ms, u32::MAX);
         if !former.kind.outlasts_window() {
             self.metrics.expired(u64::from(left));
         } else if left > 0 {
+            let is_counted = former.kind != WindowKind::Sliding
+                || window.segments().expires_ms(former.number) > self.clock.now().unix_ms;
+            if is_counted {
+                self.forget_returned_tokens(counter, former, left);
+            }
             self.refund_later(vec![former.refund(u64::from(left))]);
         }
     }
