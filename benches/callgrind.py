@@ -1,6 +1,6 @@
 """Counts the instructions of a gateway per request, with callgrind.
 
-callgrind counts while a gateway serves N requests, after as many that are not counted. One connection sends one request after the
+callgrind counts while a gateway serves N requests on new connections, after as many that are not counted. One connection sends one request after the
 other, so that each takes the same steps. Counts hardly depend on other work of the machine.
 """
 

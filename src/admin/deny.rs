@@ -119,7 +119,7 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
         None => {
             let add =
                 move |access: &Access, served: &ServedConfig| access_file::add(&access.file, &new, &served.config);
-            let added = edit(&call, served, add).await?;
+            let added = edit(&call, add).await?;
             (added.entry, added.before.map(|before| before.to_json(&served.config, now_ms)))
         }
     };
@@ -163,7 +163,7 @@ pub async fn remove(call: Call) -> Result<Response<AdminBody>, ApiError> {
             let (id, served) = (id.ok_or_else(unknown)?, &decision_api.served);
             let remove =
                 move |access: &Access, served: &ServedConfig| access_file::remove(&access.file, &[id], &served.config);
-            let removed = edit(&call, served, remove).await?.into_iter().next().ok_or_else(unknown)?;
+            let removed = edit(&call, remove).await?.into_iter().next().ok_or_else(unknown)?;
             removed.to_json(&served.config, now_ms)
         }
     };
@@ -270,17 +270,20 @@ fn refilled() -> ApiError {
 /// another process edits the file.
 async fn edit<T: Send + 'static>(
     call: &Call,
-    served: &Arc<ServedConfig>,
     edit: impl Fn(&Access, &ServedConfig) -> Result<T, EditError> + Send + Sync + 'static,
 ) -> Result<T, ApiError> {
     let edit = Arc::new(edit);
-    let _turn = call.state.access_file.lock().await;
+    let mut turn = Arc::clone(&call.state.access_file).lock_owned().await;
+    let served = call.decision_api()?.served.clone();
     let mut retries = 0..BUSY_RETRIES;
     loop {
-        let (served, edit) = (Arc::clone(served), Arc::clone(&edit));
-        let run = move || served.config.access.as_ref().map(|access| edit(access, &served));
+        let (served, edit) = (Arc::clone(&served), Arc::clone(&edit));
+        // The turn lasts until the edit ends, also if the client leaves.
+        let run = move || (served.config.access.as_ref().map(|access| edit(access, &served)), turn);
         let edited = tokio::task::spawn_blocking(run).await;
-        match edited.map_err(|panic| ApiError::NotChanged(panic.to_string()))?.ok_or(ApiError::NoAccessFile)? {
+        let edited = edited.map_err(|panic| ApiError::NotChanged(panic.to_string()))?;
+        turn = edited.1;
+        match edited.0.ok_or(ApiError::NoAccessFile)? {
             Ok(done) => return Ok(done),
             Err(EditError::Busy(_)) if retries.next().is_some() => tokio::time::sleep(BUSY_DELAY).await,
             Err(error @ EditError::Invalid(_)) => return Err(ApiError::Malformed(error.to_string())),

@@ -12,7 +12,7 @@ settings! {
     /// The counter table and its persistence.
     pub struct Counters checked by check_counters {
         /// Number of counters. One counter is needed for each key and layer with an open window; a counter that gateways
-        /// share needs two (three during an outage of the store).
+        /// share needs two (three during an outage of the store), and one more in mode `lease` with a sliding window.
         capacity: usize = Restart(Integer(1_000_000, 64..=1_000_000_000));
         /// Memory-mapped file for the counters. Counts survive a restart, a crash and an upgrade, and processes with the
         /// same file count together.

@@ -544,6 +544,9 @@ fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
         (Cost::Response { .. }, _) => Some(stated_by(rule)),
         (_, OnLimit::Delay { .. }) => Some("`on_limit = \"delay\"`"),
         _ if has_sharded_account && rule.count_refused => Some("`count_refused` and `capacity` or `reserve`"),
+        _ if rule.count_refused && rule.sharing != Sharing::Local => {
+            Some("`count_refused` in a rule that gateways share (`shared = \"off\"` counts on this machine alone)")
+        }
         _ if has_sharded_account && rule.sharing != Sharing::Local => Some(
             "`capacity` or `reserve` in a rule that gateways share (`shared = \"off\"` counts on this machine alone)",
         ),

@@ -232,7 +232,8 @@ fn limit_fix(text: &str, error: LimitError) -> String {
         return format!("write `\"{tokens}/{seconds}s\"`, if seconds are meant");
     }
     // Such as `1000/day/user`.
-    if let Some((limit, _counted_by)) = text.rsplit_once('/')
+    if let Some((limit, counted_by)) = text.rsplit_once('/')
+        && counted_by.contains(|c: char| c.is_ascii_alphabetic())
         && Limit::parse(limit.trim()).is_ok()
     {
         return format!("write `\"{}\"`; the `key` of the rule says whose requests it counts", limit.trim());

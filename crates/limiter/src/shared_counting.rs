@@ -268,8 +268,12 @@ impl ChargePlan {
                     let left = charge.request.ceiling.saturating_sub(charge.usage.used);
                     let known = table.known_usage(layer.counter(keyed_request), now_ms);
                     charge.request.ceiling = layer.capacity.into();
-                    charge.usage.used =
-                        known.map_or(charge.request.ceiling, |(_, used)| used.into()).saturating_sub(left);
+                    charge.usage.used = match known {
+                        Some((_, used)) => u64::from(used).saturating_sub(left),
+                        // Nothing was asked of the store.
+                        None if charge.request.cost == 0 => 0,
+                        None => charge.request.ceiling.saturating_sub(left),
+                    };
                     // A lease on tokens of a sliding window ends before they come back.
                     let states_lease = match layer.request.kind {
                         WindowKind::Sliding => charge.receipt().is_some(),

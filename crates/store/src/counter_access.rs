@@ -498,12 +498,54 @@ mod tests {
                     worker.store.set_refusing(false);
                 }
                 assert_eq!(worker.decide("a", 2).await, Some(false));
-                while worker.calls("unreachable") == 0 && worker.store.used(KEY) == 1 {
-                    tokio::time::sleep(Duration::from_millis(1)).await;
-                }
+                let has_ended = async || {
+                    while worker.calls("unreachable") == 0 && worker.store.used(KEY) == 1 {
+                        tokio::time::sleep(Duration::from_millis(1)).await;
+                    }
+                };
+                tokio::time::timeout(Duration::from_secs(60), has_ended()).await.unwrap();
                 worker.store.set_refusing(false);
                 worker.shared.report_to_reachable().await;
                 assert_eq!(worker.store.used(KEY), 3, "{sharing:?} {is_reachable_again}");
+            }
+        });
+    }
+
+    /// The gateway finds out in the next window that the store does not answer.
+    #[test]
+    fn a_refusal_takes_nothing_of_a_later_window() {
+        run(async {
+            for sharing in [Sharing::Exact, Sharing::Lease] {
+                let counting = Rule { sharing, count_refused: true, ..leased(&["6/hour"]) };
+                let worker = TestWorker::new(&[counting, named("other", local("1/day"))]).await;
+                assert_eq!(worker.decide("a", 1).await, Some(true));
+                worker.settled_calls().await;
+                worker.store.set_refusing(true);
+                assert_eq!(worker.decide("a", 2).await, Some(false));
+                worker.clock.advance(Duration::from_millis(HOUR_MS));
+                let has_failed = async || {
+                    while worker.calls("unreachable") == 0 {
+                        tokio::time::sleep(Duration::from_millis(1)).await;
+                    }
+                };
+                tokio::time::timeout(Duration::from_secs(60), has_failed()).await.unwrap();
+                let (layer, request) = (worker.layer_ref(0, 0).id, worker.request(0, "a", 1));
+                assert_eq!(worker.shared.used_locally(&worker.rule_set, layer, request).used, 0, "{sharing:?}");
+            }
+        });
+    }
+
+    #[test]
+    fn a_request_of_cost_0_states_what_is_known() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["6/hour"])]).await;
+            for (cost, used) in [(0, 0), (2, 2), (0, 2)] {
+                let (decision, context) = worker.outcome("a", cost).await.unwrap();
+                assert!(matches!(decision, Decision::Admitted));
+                worker.settled_calls().await;
+                let stated: Vec<u64> =
+                    context.charges_of_rule(PlanPosition::FIRST).map(|charge| charge.usage.used).collect();
+                assert_eq!(stated, [used], "cost {cost}");
             }
         });
     }

@@ -209,7 +209,7 @@ impl SharedCounters {
         }
         match next {
             NextStep::Done(decision) if !is_unclear => {
-                self.follow_refusals(charge_plan, context, &progress, &decision, store_key);
+                self.follow_decision(charge_plan, context, &progress, &decision, store_key);
                 BeginResult::Decided(decision)
             }
             NextStep::Unavailable => BeginResult::Unavailable,
@@ -232,8 +232,9 @@ impl SharedCounters {
         }
     }
 
-    /// Does what the rules want after a refusal: of the enforced rules, or of shadow rules, which refuse nothing.
-    fn follow_refusals(
+    /// States when leased tokens of an admitted request come back; after a refusal, of the enforced rules or of shadow rules, does
+    /// what the rules want.
+    fn follow_decision(
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
@@ -414,7 +415,7 @@ impl SharedDecision {
                     }
                     let SharedDecision { context, store_keys, progress, .. } = &mut *self;
                     let store_key = |rule| store_keys.get(rule).cloned().flatten();
-                    shared.follow_refusals(charge_plan, context, progress, &decision, store_key);
+                    shared.follow_decision(charge_plan, context, progress, &decision, store_key);
                     if let Decision::Refused = decision {
                         shared.refund_later(progress.refunds.drain(..).map(|(_, refund)| refund).collect());
                     }
@@ -441,9 +442,19 @@ impl SharedDecision {
         let SharedDecision { shared, context, store_keys, progress, .. } = self;
         let store_key = |rule| store_keys.get(rule).cloned().flatten();
         shared.add_layers_not_sent(charge_plan, context, progress, store_key);
-        for (position, check) in shared.start_checks(charge_plan, context, store_key) {
-            let Some(Ok(Some((is_full, usage)))) = before_deadline(self.deadline, check).await else { continue };
-            let charge = &mut context.result.charges[position];
+        let checks = shared.start_checks(charge_plan, context, store_key);
+        if !checks.is_empty() {
+            // Those that are known already, also if the client leaves meanwhile.
+            shared.start_penalties(charge_plan, context, store_key);
+        }
+        let began = Instant::from_std(shared.clock.instant());
+        for (position, check) in checks {
+            let checked = before_deadline(self.deadline, check).await;
+            if checked.is_none() {
+                self.record_silence(self.context.result.charges[position].layer.position, began);
+            }
+            let Some(Ok(Some((is_full, usage)))) = checked else { continue };
+            let charge = &mut self.context.result.charges[position];
             charge.is_full = is_full;
             charge.usage = match charge_plan.rule_of(charge.layer).rule.count_refused {
                 // Until what the refusal takes comes back too.
@@ -527,11 +538,18 @@ impl SharedDecision {
     /// Lets rules continue without the server that they have waited for since `began`.
     pub(super) fn time_out(&mut self, rules: &[PlanPosition], began: Instant) {
         self.skip_store(rules);
+        if let Some(rule) = rules.first() {
+            self.record_silence(*rule, began);
+        }
+    }
+
+    /// Records that the server of a rule has not replied since `began`.
+    fn record_silence(&self, rule: PlanPosition, began: Instant) {
         // A server that replied a moment ago is reachable.
         if Instant::from_std(self.shared.clock.instant()) < began + self.shared.timeout / 2 {
             return;
         }
-        if let Some(store_key) = rules.first().and_then(|rule| self.store_key(*rule)) {
+        if let Some(store_key) = self.store_key(rule) {
             let server = self.shared.store.server_of(&self.shared.key_base(&store_key, "", 0));
             self.shared.record_timeout(server);
         }

@@ -433,15 +433,23 @@ impl SharedCounters {
         Some(charged)
     }
 
+    /// The window of a counter at this moment.
+    fn store_window(&self, rest: &UnreportedCharge) -> StoreWindow {
+        let UnreportedCharge { rule_set, layer, keyed_request, .. } = rest;
+        let layer = rule_set.layer(*layer);
+        let (kind, windows) = (layer.request.kind, rule_set.windows_of(layer));
+        StoreWindow::at(kind, windows, self.clock.now().unix_ms, keyed_request.offset)
+    }
+
     /// Takes what is left of a counter of the store, up to a cost, in the background. `is_open`: the window is open, and the known usage
     /// has the tokens at once.
     fn start_charge_remaining(self: &Rc<Self>, rest: UnreportedCharge, is_open: bool) {
         let UnreportedCharge { rule_set, layer, keyed_request, store_key } = &rest;
         let now_ms = self.clock.now().unix_ms;
         let request = self.counter_request(rule_set, *layer, *keyed_request, store_key, now_ms);
-        let charge = is_open.then(|| self.new_charge());
+        let (charge, window) = (is_open.then(|| self.new_charge()), request.window);
         if let Some(id) = charge {
-            self.begin_charge(id, rest.counter(), request.window, keyed_request.cost.into());
+            self.begin_charge(id, rest.counter(), window, keyed_request.cost.into());
         }
         let shared = Rc::clone(self);
         tokio::task::spawn_local(async move {
@@ -449,7 +457,8 @@ impl SharedCounters {
             if let Some(id) = charge {
                 shared.end_charge(id, rest.counter(), is_charged == Some(true));
             }
-            if is_charged.is_none() {
+            // Not in a later window. A charge whose reply alone was lost counts twice.
+            if is_charged.is_none() && shared.store_window(&rest) == window {
                 shared.charge_remaining_locally(&rest);
             }
         });
@@ -475,14 +484,12 @@ impl SharedCounters {
                     Ok(AcquireReply::Granted { counters, .. }) => (need > 0, counters),
                     Ok(AcquireReply::Refused { counters, .. }) => (false, counters),
                     // The window has ended, or the connection is new.
-                    Ok(AcquireReply::OtherWindow { .. }) => {
+                    Ok(AcquireReply::OtherWindow { .. }) if self.store_window(rest) == window => {
                         let now_ms = self.clock.now().unix_ms;
                         request = self.counter_request(rule_set, *layer, *keyed_request, store_key, now_ms);
-                        if request.window == window {
-                            continue;
-                        }
-                        break;
+                        continue;
                     }
+                    Ok(AcquireReply::OtherWindow { .. }) => break,
                     Err(_) => return None,
                 };
             let Some(reply) = replies.first().copied() else { break };
@@ -647,7 +654,10 @@ impl SharedCounters {
             let (rule_set, now_ms) = (Arc::clone(charge_plan.rule_set()), self.clock.now().unix_ms);
             let request = self.counter_request(&rule_set, layer_ref.id, keyed_request, &store_key, now_ms);
             let local = u64::from(charge_plan.layer(layer_ref).capacity).saturating_sub(request.ceiling);
-            let request = CounterRequest { ceiling: request.ceiling.saturating_sub(cost.into()), ..request };
+            // Nothing is taken under a limit that is lower by the cost, and the reply is the same.
+            let (need, ceiling) =
+                (u64::from(cost).saturating_sub(request.ceiling), request.ceiling.saturating_sub(cost.into()));
+            let request = CounterRequest { need, ceiling, ..request };
             let shared = Rc::clone(self);
             let check = tokio::task::spawn_local(async move {
                 let reply = shared.acquire(std::slice::from_ref(&request)).await;
@@ -663,7 +673,10 @@ impl SharedCounters {
                 let usage = Usage { used, end_ms: reply.available_ms };
                 shared.note_refusal(counter, is_full.then_some(Refusal { need: cost.into(), cost, limit, usage }));
                 if is_full {
-                    shared.start_store_penalty(&rule_set, layer_ref.id.rule, keyed_request, &store_key).await;
+                    let shared = Rc::clone(&shared);
+                    tokio::task::spawn_local(async move {
+                        shared.start_store_penalty(&rule_set, layer_ref.id.rule, keyed_request, &store_key).await;
+                    });
                 }
                 Some((is_full, Usage { used: used + local, ..usage }))
             });
