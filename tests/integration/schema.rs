@@ -125,8 +125,8 @@ fn taplo_rejects_what_a_validator_of_json_schema_rejects() {
     let files: Vec<String> = verdicts.iter().map(|(file, _)| file.clone()).collect();
     let (_, messages) = taplo(Some(&schema), &files);
     for (file, verdict) in verdicts {
-        let is_rejected =
-            messages.lines().any(|line| line.starts_with("ERROR ") && line.contains(&format!("{file:?}")));
+        // The line about the last file can be lost when Taplo exits; the places of its mistakes are not.
+        let is_rejected = messages.contains(&format!("─ {file}:"));
         assert_eq!(is_rejected, verdict != "valid", "{file}: {verdict}: {messages}");
     }
 }
