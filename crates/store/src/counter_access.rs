@@ -535,6 +535,32 @@ mod tests {
         });
     }
 
+    /// The reply to a question states the end of a window that would open now.
+    #[test]
+    fn a_question_does_not_extend_a_window_that_the_store_has_lost() {
+        run(async {
+            for sharing in [Sharing::Exact, Sharing::Lease] {
+                let mut rule = Rule { sharing, ..leased(&["5/hour"]) };
+                rule.layers[0].windows = Windows::FirstRequest { period_ms: HOUR_MS };
+                let worker = TestWorker::new(&[rule]).await;
+                assert_eq!(worker.decide("a", 5).await, Some(true));
+                worker.settled_calls().await;
+                worker.store.set_refusing(true);
+                assert!(worker.shared.store.probe().await.is_err());
+                worker.store.set_used(FIRST_REQUEST_KEY, 0);
+                worker.store.set_refusing(false);
+                assert!(worker.shared.store.probe().await.is_ok());
+                worker.shared.note_reconnect(worker.clock.instant());
+                for _ in 0..2 {
+                    worker.clock.advance(Duration::from_secs(600));
+                    let (used, _, is_from_store) = value(&worker).await;
+                    assert_eq!((used, is_from_store), (5, true), "{sharing:?}");
+                    assert_eq!(worker.decide("a", 1).await, Some(false), "{sharing:?}");
+                }
+            }
+        });
+    }
+
     #[test]
     fn a_request_of_cost_0_states_what_is_known() {
         run(async {

@@ -304,6 +304,7 @@ impl SharedCounters {
         order.remove_unanswered(noted.answered);
         let unanswered = order.get().unanswered;
         let known = self.table.known_usage(counter, now_ms);
+        let known_end_ms = known.map(|(end_ms, _)| end_ms);
         if noted.is_outdated
             && let Some((_, known)) = known
         {
@@ -339,7 +340,12 @@ impl SharedCounters {
                 self.table.set_known_usage(counter, end_ms, known, now_ms);
             }
             kind if kind.is_opened_by_requests() => {
-                self.table.correct_known_usage(counter, reply.end_ms, known, now_ms)
+                // A window that the store has lost keeps its end: the reply states that of a window which would open now.
+                let end_ms = match known_end_ms {
+                    Some(end_ms) if reply.used == 0 && used > 0 => end_ms.min(reply.end_ms),
+                    _ => reply.end_ms,
+                };
+                self.table.correct_known_usage(counter, end_ms, known, now_ms)
             }
             _ => self.table.set_known_usage(counter, reply.end_ms, known, now_ms),
         }
