@@ -19,7 +19,6 @@ mod reports;
 mod rolling_over;
 mod shards;
 mod sliding;
-mod stacks;
 mod support;
 mod table;
 mod waiters;

@@ -1,6 +1,6 @@
 //! The memory of counters: a mapping of zeros, or of a file.
 //!
-//! This is the only file of the product with unsafe code. It hands out atomics only. Every bit pattern is a valid atomic, so neither
+//! This is the only file with unsafe code. It hands out atomics only. Every bit pattern is a valid atomic, so neither
 //! the contents of a file nor concurrent writes of other processes matter. This module opens no files and does not
 //! interpret the bits.
 //!
