@@ -892,7 +892,7 @@ impl Gateway {
                 log_throttle,
                 decision_api,
                 access_edits,
-                access_file: Arc::default(),
+                access_file_lock: Arc::default(),
                 shared_deny,
                 upstream_health,
                 workers,

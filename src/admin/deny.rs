@@ -273,7 +273,7 @@ async fn edit<T: Send + 'static>(
     edit: impl Fn(&Access, &ServedConfig) -> Result<T, EditError> + Send + Sync + 'static,
 ) -> Result<T, ApiError> {
     let edit = Arc::new(edit);
-    let mut turn = Arc::clone(&call.state.access_file).lock_owned().await;
+    let mut turn = Arc::clone(&call.state.access_file_lock).lock_owned().await;
     let served = call.decision_api()?.served.clone();
     let mut retries = 0..BUSY_RETRIES;
     loop {

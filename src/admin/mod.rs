@@ -131,7 +131,7 @@ pub struct AdminState {
     /// To the thread that applies configurations.
     pub access_edits: UnboundedSender<AccessEdit>,
     /// Held while the access file is edited.
-    pub access_file: Arc<Mutex<()>>,
+    pub access_file_lock: Arc<Mutex<()>>,
     /// The deny entries of the store, if they are shared.
     pub shared_deny: watch::Receiver<Option<SharedMap>>,
     pub upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,

@@ -216,17 +216,11 @@ fn random_rule(rng: &mut Rng, scope: Scope, number: usize) -> Rule {
 /// - Refused requests that count in a window by first request: one token too many may count in the next window.
 /// - Penalties of sliding windows beside other rules: where another rule refuses first, and tokens are left but too few for the
 ///   request, none starts.
-/// - Requests of cost 0 in rules with leases: they ask for nothing, and may state that nothing is left.
 /// - Leased tokens of windows that depend on each other, and of segments: at the end they are returned a little later.
 fn leave_out_inexact(rule: &mut Rule, number_of_rules: usize, has_steps: bool) {
     let is_sliding = |layers: &Vec<Layer>| layers.iter().any(|layer| layer.kind == Kind::Sliding);
     let has_sliding =
         rule.overrides.iter().map(|(_, layers)| layers).chain(&rule.plan).any(is_sliding) || is_sliding(&rule.layers);
-    if rule.sharing == Sharing::Lease
-        && let Cost::Fixed(cost) | Cost::RequestField { default: cost, .. } = &mut rule.cost
-    {
-        *cost = (*cost).max(1);
-    }
     if has_steps && rule.sharing == Sharing::Lease && (has_sliding || is_dependent(rule)) {
         rule.sharing = Sharing::Exact;
     }
