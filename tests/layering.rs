@@ -75,6 +75,7 @@ const ORDERS: [(&str, &[&str]); 8] = [
             "request_validation",
             "headers",
             "forwarded",
+            "client_address",
             "http1_head",
             "http1_body",
             "path_normalize",

@@ -1,9 +1,8 @@
 //! For any `X-Forwarded-For` or `Forwarded` fields: fields from an untrusted peer are ignored, and with a trusted peer the
 //! client is the last address that is not a trusted proxy, whatever precedes it.
 
-use std::net::IpAddr;
-
 use http::header::{HeaderMap, HeaderName, HeaderValue};
+use transom_http::client_address::ClientAddress;
 use transom_http::forwarded::{ForwardedField, TrustedProxies};
 
 const PROXY: &str = "10.0.0.1";
@@ -11,7 +10,7 @@ const CLIENT: &str = "192.0.2.7";
 const UNTRUSTED: &str = "203.0.113.9";
 
 pub fn holds(bytes: &[u8]) {
-    let parse = |text: &str| text.parse::<IpAddr>().expect("an address");
+    let parse = |text: &str| text.parse::<ClientAddress>().expect("an address");
     for (field, name, element) in [
         (ForwardedField::XForwardedFor, "x-forwarded-for", CLIENT),
         (ForwardedField::Forwarded, "forwarded", "for=192.0.2.7"),

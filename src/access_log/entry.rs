@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
-use std::net::IpAddr;
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 use serde_json::Number;
 
 use transom_config::LogFormat;
+use transom_http::client_address::{ClientAddress, UNIX};
 
 /// One request. `None` and empty lists are left out of the JSON object.
 #[derive(Serialize, Debug)]
@@ -19,7 +19,8 @@ pub struct LogEntry {
     #[serde(flatten)]
     pub request: Option<LoggedRequest>,
     /// Address of the client.
-    pub client: IpAddr,
+    #[serde(serialize_with = "address")]
+    pub client: ClientAddress,
     #[serde(flatten)]
     pub known_client: Option<KnownClient>,
     pub route: Option<String>,
@@ -174,7 +175,7 @@ pub struct FullLimit {
 
 impl LogEntry {
     /// An entry of a response to `client` that was sent at this time, in Unix milliseconds.
-    pub fn new(time_ms: u64, client: IpAddr) -> LogEntry {
+    pub fn new(time_ms: u64, client: ClientAddress) -> LogEntry {
         LogEntry {
             time_ms,
             request: None,
@@ -253,6 +254,14 @@ fn write_escaped(line: &mut Vec<u8>, text: &str, special: &[u8]) {
 fn rfc3339<S: Serializer>(time_ms: &u64, serializer: S) -> Result<S::Ok, S::Error> {
     let time = jiff::Timestamp::from_millisecond(*time_ms as i64).unwrap_or_default();
     serializer.collect_str(&format_args!("{time:.3}"))
+}
+
+/// An address of IP is written without a formatter.
+fn address<S: Serializer>(address: &ClientAddress, serializer: S) -> Result<S::Ok, S::Error> {
+    match address {
+        ClientAddress::Ip(ip) => ip.serialize(serializer),
+        ClientAddress::Unix => serializer.serialize_str(UNIX),
+    }
 }
 
 fn milliseconds<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {

@@ -1,7 +1,6 @@
 //! `transom explain`: which rules a request would meet, and where its keys stand. Asks the running gateway at its admin
 //! address; if none runs, explains by the configuration, with empty windows.
 
-use std::net::IpAddr;
 use std::path::Path;
 
 use bytes::Bytes;
@@ -17,6 +16,7 @@ use crate::explain::explain_without_gateway;
 use crate::explain::question::Question;
 use crate::file_watch::FileWatch;
 use transom_config::Config;
+use transom_http::client_address::ClientAddress;
 
 /// Options of `transom explain`.
 #[derive(clap::Args)]
@@ -30,9 +30,9 @@ pub struct Options {
     /// Body of the request, or `@FILE`; `@-`: the standard input
     #[arg(short = 'd', long = "data", value_name = "BODY", value_parser = read_data, default_value = "")]
     body: String,
-    /// Address that the request comes from
+    /// Address that the request comes from; `unix:` for a Unix socket
     #[arg(long, value_name = "IP", default_value_t = Question::CLIENT)]
-    client: IpAddr,
+    client: ClientAddress,
     /// Client whose request it is, whatever its headers and address
     #[arg(long, value_name = "NAME")]
     as_client: Option<String>,

@@ -14,6 +14,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::io_stream::descriptor_limit;
 use transom_config::listen::Listen;
+use transom_http::client_address::ClientAddress;
 use transom_limiter::ip_prefix::Network;
 
 /// The default of `max_connections`, if the process may open enough descriptors.
@@ -34,14 +35,14 @@ pub struct ConnectionLimit {
     max_per_client: AtomicU32,
     /// Randomly seeded, so that clients cannot choose addresses that share a map.
     hasher: RandomState,
-    clients: [Mutex<HashMap<Network, u32>>; SHARDS],
+    clients: [Mutex<HashMap<ClientAddress, u32>>; SHARDS],
 }
 
 /// One counted connection. Dropping the slot frees it.
 #[derive(Debug)]
 pub struct ConnectionSlot {
     limit: Arc<ConnectionLimit>,
-    client: Option<Network>,
+    client: Option<ClientAddress>,
 }
 
 impl ConnectionLimit {
@@ -81,20 +82,22 @@ impl ConnectionLimit {
         (before < self.max.load(Ordering::Relaxed)).then_some(slot)
     }
 
-    fn shard(&self, client: &Network) -> &Mutex<HashMap<Network, u32>> {
+    fn shard(&self, client: &ClientAddress) -> &Mutex<HashMap<ClientAddress, u32>> {
         &self.clients[self.hasher.hash_one(client) as usize % SHARDS]
     }
 }
 
 impl ConnectionSlot {
-    /// Counts the slot for its client. `false`: the client has as many connections as it may.
-    pub fn acquire_for_client(&mut self, address: IpAddr) -> bool {
+    /// Counts the slot for its client, which is a network of IPv6. `false`: the client has as many connections as it may.
+    pub fn acquire_for_client(&mut self, address: ClientAddress) -> bool {
         let max = self.limit.max_per_client.load(Ordering::Relaxed);
         if max == UNLIMITED {
             return true;
         }
-        let address = address.to_canonical();
-        let client = Network::containing(address, if address.is_ipv4() { 32 } else { V6_PREFIX });
+        let client = match address.to_canonical() {
+            ClientAddress::Ip(ip @ IpAddr::V6(_)) => Network::containing(ip, V6_PREFIX).address.into(),
+            client @ (ClientAddress::Ip(IpAddr::V4(_)) | ClientAddress::Unix) => client,
+        };
         let mut counts = self.limit.shard(&client).lock().unwrap_or_else(PoisonError::into_inner);
         let count = counts.entry(client).or_default();
         // A client without an entry is always below the limit: no limit is zero.
@@ -165,6 +168,7 @@ mod tests {
             free
         };
         assert!(enter("192.0.2.1") && enter("192.0.2.2") && !enter("192.0.2.1") && !enter("::ffff:192.0.2.1"));
+        assert!(enter("unix:") && !enter("unix:"));
         assert!(enter("2001:db8::1") && !enter("2001:db8::2") && enter("2001:db8:0:1::1"));
         drop(slots);
         assert!(limit.clients.iter().all(|counts| counts.lock().unwrap().is_empty()));

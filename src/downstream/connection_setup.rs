@@ -6,7 +6,6 @@
 use std::fmt::Display;
 use std::future::poll_fn;
 use std::io::{self, Read};
-use std::net::IpAddr;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -34,6 +33,7 @@ use crate::io_stream::IoStream;
 use crate::proxy::peer::ConnectionInfo;
 use crate::proxy::request_record;
 use crate::timer::Timer;
+use transom_http::client_address::ClientAddress;
 use transom_http::error::RequestError;
 use transom_rules::responses;
 use transom_runtime::metrics::events::ConnectionRefusal;
@@ -61,7 +61,7 @@ impl From<ConnectionRefusal> for SetupError {
 /// Sets up a connection and serves it until it ends. The connection holds `slot` for as long.
 pub async fn serve_connection(
     stream: TcpStream,
-    peer: IpAddr,
+    peer: ClientAddress,
     mut slot: ConnectionSlot,
     listener: Rc<Listener>,
     drain_guard: DrainGuard,
@@ -87,13 +87,13 @@ pub async fn serve_connection(
 }
 
 /// Refuses a connection beyond `max_connections`.
-pub fn refuse(stream: TcpStream, peer: IpAddr, listener: &Listener) {
+pub fn refuse(stream: TcpStream, peer: ClientAddress, listener: &Listener) {
     count_refusal(ConnectionRefusal::MaxConnections, peer, listener);
     respond_too_many_connections(stream, peer, listener);
 }
 
 /// Called before a response is written: a client that has read the response finds the refusal in the metrics.
-fn count_refusal(refusal: ConnectionRefusal, peer: IpAddr, listener: &Listener) {
+fn count_refusal(refusal: ConnectionRefusal, peer: ClientAddress, listener: &Listener) {
     tracing::debug!(%peer, reason = ?refusal, "connection refused");
     let message = match refusal {
         ConnectionRefusal::ProxyHeader => {
@@ -116,7 +116,7 @@ fn count_refusal(refusal: ConnectionRefusal, peer: IpAddr, listener: &Listener) 
 }
 
 /// Logs the first of several failures of a kind, with its peer.
-fn log_failed_setup(message: &'static str, error: &dyn Display, peer: IpAddr, listener: &Listener) {
+fn log_failed_setup(message: &'static str, error: &dyn Display, peer: ClientAddress, listener: &Listener) {
     let worker = &listener.listener_context.worker;
     if let Some(suppressed) = worker.log_throttle.allow(message, worker.clock.instant()) {
         tracing::info!(%peer, suppressed, "{message}{error}");
@@ -124,7 +124,7 @@ fn log_failed_setup(message: &'static str, error: &dyn Display, peer: IpAddr, li
 }
 
 /// Sends 503 to a refused connection. A TLS connection is closed without a response: one would need a handshake first.
-fn respond_too_many_connections(stream: TcpStream, address: IpAddr, listener: &Listener) {
+fn respond_too_many_connections(stream: TcpStream, address: ClientAddress, listener: &Listener) {
     if !listener.is_tls() {
         let response = setup_error_response(RequestError::TooManyConnections, &stream, address, listener);
         IoStream::tcp(stream).counted(&listener.metrics.bytes).try_send(&response);
@@ -133,7 +133,7 @@ fn respond_too_many_connections(stream: TcpStream, address: IpAddr, listener: &L
 
 /// Records an error before the first request, and writes its response. The bytes that have arrived are taken off the socket,
 /// which closes without a reset then. If they do not begin with the method, the response has no content, because it may be to HEAD.
-fn setup_error_response(error: RequestError, stream: &TcpStream, address: IpAddr, listener: &Listener) -> Bytes {
+fn setup_error_response(error: RequestError, stream: &TcpStream, address: ClientAddress, listener: &Listener) -> Bytes {
     let worker = &listener.listener_context.worker;
     request_record::record_rejected_head(worker, address, &error, None);
     let mut beginning = [0; 1024];
@@ -151,7 +151,7 @@ fn setup_error_response(error: RequestError, stream: &TcpStream, address: IpAddr
 /// Makes a connection ready for its first request.
 async fn set_up(
     mut stream: TcpStream,
-    peer: IpAddr,
+    peer: ClientAddress,
     slot: &mut ConnectionSlot,
     listener: &Listener,
     drain_guard: &DrainGuard,
@@ -162,7 +162,7 @@ async fn set_up(
         let timer = worker.timers.new_timer();
         let source = Box::pin(with_timeout(&timer, timeout, drain_guard, read_proxy_header(&mut stream))).await;
         match source.ok_or(ConnectionRefusal::ProxyHeaderTimeout)?? {
-            ProxiedAddress::Client(address) => address,
+            ProxiedAddress::Client(address) => address.into(),
             ProxiedAddress::Proxy => peer,
         }
     } else {
@@ -198,7 +198,7 @@ async fn set_up(
 async fn accept_tls(
     stream: TcpStream,
     tls: Arc<ServerConfig>,
-    address: IpAddr,
+    address: ClientAddress,
     listener: &Listener,
     drain_guard: &DrainGuard,
 ) -> Result<(IoStream, ConnectionInfo), SetupError> {
@@ -219,7 +219,7 @@ async fn accept_tls(
 async fn handshake(
     stream: TcpStream,
     tls: Arc<ServerConfig>,
-    address: IpAddr,
+    address: ClientAddress,
     listener: &Listener,
     drain: &Drain,
 ) -> Result<TlsStream<TcpStream>, SetupError> {

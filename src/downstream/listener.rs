@@ -250,13 +250,14 @@ pub async fn accept_connections(socket: TcpListener, listener: Rc<Listener>) {
             Some(Ok((stream, peer))) => {
                 listener.metrics.accepted();
                 let Some(slot) = context.connection_limit.acquire() else {
-                    refuse(stream, peer.ip(), &listener);
+                    refuse(stream, peer.ip().into(), &listener);
                     continue;
                 };
                 // A response must not wait for the acknowledgement of the previous one (Nagle's algorithm).
                 if stream.set_nodelay(true).is_ok() {
                     let drain_guard = context.drain.register();
-                    let connection = serve_connection(stream, peer.ip(), slot, Rc::clone(&listener), drain_guard);
+                    let connection =
+                        serve_connection(stream, peer.ip().into(), slot, Rc::clone(&listener), drain_guard);
                     tokio::task::spawn_local(connection);
                 }
             }

@@ -2,7 +2,6 @@
 //! the drain. A reload replaces the configuration for connections accepted afterwards.
 
 use std::cell::RefCell;
-use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -15,9 +14,9 @@ use super::tls;
 use crate::proxy::worker_state::WorkerState;
 use crate::ratelimit_service::RatelimitService;
 use transom_config::listen::Listen;
+use transom_http::client_address::{AddressSet, ClientAddress};
 use transom_limiter::handles;
 use transom_limiter::handles::IdVec;
-use transom_limiter::ip_prefix::Networks;
 use transom_runtime::metrics::events::ListenerMetrics;
 
 handles! {
@@ -30,8 +29,8 @@ handles! {
 pub struct ListenerConfig {
     /// One per entry of [`Listen::tls_listeners`].
     tls: IdVec<TlsId, Arc<ServerConfig>>,
-    /// Networks whose connections begin with a PROXY header (`listen.proxy_protocol`).
-    proxies: Networks<()>,
+    /// Where connections begin with a PROXY header (`listen.proxy_protocol`).
+    proxies: AddressSet,
 }
 
 /// Shared by the listeners of one worker.
@@ -79,8 +78,7 @@ impl ListenerConfig {
                 None => tls::server_config(https)?,
             });
         }
-        let proxies = Networks::new(listen.proxy_protocol.iter().map(|network| (*network, ())));
-        Ok(Arc::new(ListenerConfig { tls: servers, proxies }))
+        Ok(Arc::new(ListenerConfig { tls: servers, proxies: AddressSet::new(&listen.proxy_protocol) }))
     }
 }
 
@@ -104,8 +102,8 @@ impl ListenerContext {
     }
 
     /// Whether connections from `peer` begin with a PROXY header.
-    pub fn expects_proxy_header(&self, peer: IpAddr) -> bool {
-        self.config.borrow().proxies.most_specific(peer).is_some()
+    pub fn expects_proxy_header(&self, peer: ClientAddress) -> bool {
+        self.config.borrow().proxies.contains(peer)
     }
 }
 

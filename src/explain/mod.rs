@@ -6,7 +6,6 @@ mod route_choice;
 pub mod rule_state;
 mod text;
 
-use std::net::IpAddr;
 use std::sync::Arc;
 
 use http::header::{HOST, HeaderMap};
@@ -20,6 +19,7 @@ use crate::proxy::served_config::ServedConfig;
 use transom_config::Config;
 use transom_config::access::rfc3339;
 use transom_config::diagnostics::quoted;
+use transom_http::client_address::ClientAddress;
 use transom_http::error::{ApiError, RequestError};
 use transom_http::request_validation::Schemes;
 use transom_http::{path_normalize, request_validation};
@@ -51,7 +51,7 @@ pub struct Explanation {
     /// Normalized, if possible.
     path: String,
     /// The address of the client, as found behind trusted proxies.
-    client_address: IpAddr,
+    client_address: ClientAddress,
     /// The name and the plan of the client.
     client: Option<(String, String)>,
     /// What the routes make of the request; `None` if the request is invalid.

@@ -8,6 +8,7 @@ use http::uri::PathAndQuery;
 use http::{Method, Request, Uri};
 use serde_json::{Map, Value, json};
 
+use transom_http::client_address::ClientAddress;
 use transom_http::path_normalize::encode_query;
 
 /// The fields of a question in JSON.
@@ -23,21 +24,26 @@ pub struct Question {
     pub authority: String,
     pub is_secure: bool,
     /// The address that the request comes from.
-    pub client: IpAddr,
+    pub client: ClientAddress,
     /// The name of the client whose request it is, whatever its fields and its address say.
     pub as_client: Option<String>,
 }
 
 impl Question {
     /// The address of a client that a question does not name.
-    pub const CLIENT: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+    pub const CLIENT: ClientAddress = ClientAddress::Ip(IpAddr::V4(Ipv4Addr::LOCALHOST));
 
     /// An URL without a scheme is of http. A Host field replaces the host of the URL.
     ///
     /// # Errors
     ///
     /// The message for the user.
-    pub fn new(method: &str, url: &str, fields: &[(String, String)], client: IpAddr) -> Result<Question, String> {
+    pub fn new(
+        method: &str,
+        url: &str,
+        fields: &[(String, String)],
+        client: ClientAddress,
+    ) -> Result<Question, String> {
         let not_a_url = || {
             format!(
                 "`{url}` is not a URL of http or https: write `http://HOST/PATH` or `https://HOST/PATH`, with blanks and \
@@ -101,7 +107,9 @@ impl Question {
         let url = text("url")?.ok_or("`url` is missing")?;
         let client = match text("client")? {
             None => Question::CLIENT,
-            Some(client) => client.parse().map_err(|_| String::from("`client` is not an IP address"))?,
+            Some(client) => {
+                client.parse().map_err(|_| String::from("`client` is neither an IP address nor `unix:`"))?
+            }
         };
         let fields = match question.get("headers") {
             None | Some(Value::Null) => Vec::new(),
@@ -125,7 +133,7 @@ impl Question {
         url: &str,
         fields: &[(String, String)],
         body: &str,
-        client: IpAddr,
+        client: ClientAddress,
         as_client: Option<&str>,
     ) -> Value {
         let mut headers: Map<String, Value> = Map::new();
@@ -206,7 +214,7 @@ mod tests {
             ("{}", "`url` is missing"),
             (r#"{"url": 1}"#, "`url` is not a string"),
             (r#"{"url": "http://a/", "method": "G T"}"#, "`G T` is not a method"),
-            (r#"{"url": "http://a/", "client": "acme"}"#, "`client` is not an IP address"),
+            (r#"{"url": "http://a/", "client": "acme"}"#, "`client` is neither an IP address nor `unix:`"),
             (r#"{"url": "http://a/", "headers": {"a": 1}}"#, "`headers` is not"),
             (r#"{"url": "http://a/", "headers": []}"#, "`headers` is not"),
             (r#"{"url": "http://a/", "host": "b"}"#, "`host` is not one of"),

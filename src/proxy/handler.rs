@@ -697,7 +697,7 @@ async fn forward(
 #[cfg(test)]
 mod tests {
     use std::future::poll_fn;
-    use std::net::Ipv4Addr;
+    use std::net::{IpAddr, Ipv4Addr};
     use std::task::Waker;
 
     use super::*;
@@ -814,7 +814,8 @@ mod tests {
         let worker = WorkerState::new(WorkerId::at(0), shared, Arc::clone(&registry), served, RecordOutputs::default());
         let worker = Rc::new(worker);
         let (parts, ()) = Request::new(()).into_parts();
-        let client = worker.config().served.identify_client(Ipv4Addr::LOCALHOST.into(), false, &parts.headers);
+        let client =
+            worker.config().served.identify_client(IpAddr::from(Ipv4Addr::LOCALHOST).into(), false, &parts.headers);
         let record = RequestRecord::new(&worker, &worker.config(), &client, &parts, worker.clock.now());
         let mut request = ResponseFuture::start(|| {
             let _record = record;

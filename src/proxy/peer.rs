@@ -2,7 +2,6 @@
 
 use std::cell::{Cell, RefCell};
 use std::fmt::Write;
-use std::net::IpAddr;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -15,6 +14,7 @@ use super::websocket::TunnelSession;
 use crate::informational::InformationalQueue;
 use crate::timer::Timer;
 use crate::upstream::request_body::BodyDrain;
+use transom_http::client_address::ClientAddress;
 use transom_http::headers;
 use transom_rules::key_source::ConnectionValues;
 
@@ -22,7 +22,7 @@ use transom_rules::key_source::ConnectionValues;
 #[derive(Debug)]
 pub struct ConnectionInfo {
     /// Address of the client, or of the proxy that opened the connection.
-    pub address: IpAddr,
+    pub address: ClientAddress,
     /// The address as a field value.
     pub address_field: HeaderValue,
     /// Whether the connection uses TLS.
@@ -34,7 +34,7 @@ pub struct ConnectionInfo {
 }
 
 impl ConnectionInfo {
-    pub fn new(address: IpAddr, is_secure: bool) -> ConnectionInfo {
+    pub fn new(address: ClientAddress, is_secure: bool) -> ConnectionInfo {
         ConnectionInfo {
             address,
             address_field: headers::address_value(address),
@@ -45,7 +45,7 @@ impl ConnectionInfo {
     }
 
     /// After the handshake.
-    pub fn of_tls(address: IpAddr, session: &ServerConnection) -> ConnectionInfo {
+    pub fn of_tls(address: ClientAddress, session: &ServerConnection) -> ConnectionInfo {
         let certificate = session.peer_certificates().and_then(<[_]>::first);
         ConnectionInfo { client_cert: certificate.map(fingerprint), ..ConnectionInfo::new(address, true) }
     }

@@ -4,7 +4,6 @@
 //! that the request holds are released then.
 
 use std::borrow::Cow;
-use std::net::IpAddr;
 use std::rc::Rc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -25,6 +24,7 @@ use crate::upstream::request_body::UploadProgress;
 use crate::upstream::response_body::UpstreamBodyError;
 use transom_config::upstream::{Server, Target as ConfiguredTarget};
 use transom_config::{RouteId, ServerId, UpstreamId};
+use transom_http::client_address::ClientAddress;
 use transom_http::error::{RequestError, Side};
 use transom_http::forwarded::ClientInfo;
 use transom_http::http1_head::FirstLine;
@@ -584,7 +584,7 @@ fn route_metrics(config: &WorkerConfig, route: Option<RouteId>) -> &RouteMetrics
 /// `first_line`: what the head says, as far as it was received.
 pub fn record_rejected_head(
     worker: &WorkerState,
-    peer: IpAddr,
+    peer: ClientAddress,
     error: &RequestError,
     first_line: Option<FirstLine<'_>>,
 ) {

@@ -1083,7 +1083,7 @@ fn malformed_questions_get_400() {
     for (body, detail) in [
         ("{}", "`url` is missing"),
         (r#"{"url": "ftp://a/"}"#, "not a URL of http or https"),
-        (r#"{"url": "http://a/", "client": "me"}"#, "`client` is not an IP address"),
+        (r#"{"url": "http://a/", "client": "me"}"#, "`client` is neither an IP address nor `unix:`"),
         (r#"{"url": "http://a/", "headers": {"a b": "c"}}"#, "`a b` is not the name of a header"),
     ] {
         let problem = post(body).expect(400).problem();

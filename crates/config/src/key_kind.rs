@@ -33,6 +33,8 @@ pub mod number {
     pub const CLIENT: u8 = 16;
     pub const BEARER: u8 = 17;
     pub const JSON: u8 = 18;
+    /// Of the same kind as [`IPV4`]: the callers of Unix sockets.
+    pub const UNIX: u8 = 19;
 }
 
 /// Header fields whose values are secret.

@@ -17,6 +17,7 @@ use super::settings::{
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::{Secret, read_network};
+use transom_http::client_address::AddressRange;
 use transom_http::forwarded::ForwardedField;
 use transom_limiter::ip_prefix::Network;
 
@@ -74,12 +75,12 @@ settings! {
             addresses("\"127.0.0.1:9901\"", ", or remove `metrics`").read(item, report)
         }));
         /// Balancers whose connections must begin with a PROXY header (version 1 or 2), see [Trusted
-        /// proxies](#trusted-proxies).
-        proxy_protocol: Vec<Network> = Words {
-            shape: "network",
+        /// proxies](#trusted-proxies). `"unix:"` stands for the callers of Unix sockets.
+        proxy_protocol: Vec<AddressRange> = Words {
+            shape: "network or `\"unix:\"`",
             example: "[\"10.0.0.0/8\"]",
             or: ", or remove it: no PROXY header is then accepted",
-            read: read_network,
+            read: read_range,
         };
         /// Connections that may wait in the kernel to be accepted, on each socket. A worker has one per address. The kernel
         /// reduces it to `net.core.somaxconn`.
@@ -91,13 +92,13 @@ settings! {
         /// Connections of one IPv4 address or one IPv6 /64 network. Without it: no limit. With `proxy_protocol`, the
         /// address of the PROXY header counts. Clients behind a balancer that sends no PROXY headers share one limit.
         max_connections_per_client: Option<u32> = Optional(Integer(0, 1..=1_000_000));
-        /// Proxies whose `X-Forwarded-For` (or `Forwarded`) is trusted, see [Trusted proxies](#trusted-proxies). Without
-        /// it, the client is the peer of the connection.
-        trusted_proxies: Vec<Network> = Words {
-            shape: "network",
+        /// Proxies whose `X-Forwarded-For` (or `Forwarded`) is trusted, see [Trusted proxies](#trusted-proxies). `"unix:"`
+        /// stands for the callers of Unix sockets. Without it, the client is the peer of the connection.
+        trusted_proxies: Vec<AddressRange> = Words {
+            shape: "network or `\"unix:\"`",
             example: "[\"10.0.0.0/8\", \"fd00::/8\"]",
             or: ", or remove it: no proxy is then trusted",
-            read: read_network,
+            read: read_range,
         };
         /// The field that trusted proxies set. The gateway neither reads nor passes on the other field.
         forwarded: ForwardedField = Choice(
@@ -416,20 +417,32 @@ fn check_listen(listen: &mut Listen, table: &mut Table, report: &mut Report) {
         listen.http.clear();
     }
     check_overlaps(table, report);
-    let mut networks: Vec<Network> = Vec::new();
+    let mut ranges: Vec<AddressRange> = Vec::new();
     for word in table.given("trusted_proxies").iter().flat_map(Item::words) {
-        let Ok(network) = word.text.parse::<Network>() else { continue };
-        if networks.contains(&network) {
+        let Ok(range) = word.text.parse::<AddressRange>() else { continue };
+        if ranges.contains(&range) {
             report.problem(word.span, format!("{} is listed twice", quoted(word.text)), "remove it");
-        } else if network.prefix == 0 {
+        } else if matches!(range, AddressRange::Network(Network { prefix: 0, .. })) {
             let message = format!("{} contains every address: any client could forge its address", quoted(word.text));
             report.problem(word.span, message, "write the networks of your proxies");
         }
-        networks.push(network);
+        ranges.push(range);
     }
     if let (Some(item), true) = (table.given("forwarded"), table.lacks("trusted_proxies")) {
         let message = "`forwarded` has no effect without `trusted_proxies`";
         report.missing(item.key_span, message, "add `trusted_proxies`, or remove `forwarded`");
+    }
+}
+
+fn read_range(word: &SpannedStr, report: &mut Report) -> Option<AddressRange> {
+    match word.text.parse::<AddressRange>() {
+        Ok(range) => Some(range),
+        Err(_) if word.text.starts_with("unix") => {
+            let message = format!("{} is not a network", quoted(word.text));
+            report.reject(word.span.clone(), message, "write `\"unix:\"`, which stands for all Unix sockets")
+        }
+        // Reports what is wrong.
+        Err(_) => read_network(word, report).map(AddressRange::Network),
     }
 }
 

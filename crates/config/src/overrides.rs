@@ -13,6 +13,7 @@ use super::settings::{Custom, Required, Section, Shape, Tables, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::values::{check_name, is_pattern, read_digest, read_fingerprint, read_network};
 use super::window::{concurrent, require_limits, suggest_windows, windows};
+use transom_http::client_address::UNIX;
 use transom_limiter::ip_prefix::{Network, canonical_address};
 use transom_limiter::key::KeyPart;
 use transom_limiter::limit::Limit;
@@ -244,6 +245,9 @@ pub fn read_value(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Opt
 }
 
 fn read_address(part: &KeyPart, word: &SpannedStr, report: &mut Report) -> Option<KeyValue> {
+    if word.text == UNIX {
+        return Some(KeyValue::Clear(UNIX.to_owned()));
+    }
     let Ok(address) = word.text.parse().map(canonical_address) else {
         let fix = "write an address such as `192.0.2.7`; a network can be exempt, but cannot have windows of its own";
         return report.reject(word.span.clone(), format!("{} is not an IP address", quoted(word.text)), fix);

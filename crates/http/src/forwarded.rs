@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 
-use transom_limiter::ip_prefix::{Network, Networks};
+use crate::client_address::{AddressRange, AddressSet, ClientAddress, UNIX};
 
 /// Upper bound of the hops that are read.
 const HOPS_MAX: usize = 32;
@@ -29,14 +29,14 @@ pub enum ForwardedField {
 /// The proxies whose forwarding header is trusted, compiled.
 #[derive(Debug)]
 pub struct TrustedProxies {
-    networks: Networks<()>,
+    proxies: AddressSet,
     field: ForwardedField,
 }
 
 /// The client of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ClientInfo {
-    pub address: IpAddr,
+    pub address: ClientAddress,
     /// Whether the client used https.
     pub is_secure: bool,
     /// The place of the client in the forwarding header, counted from the end; 0 if it is the peer.
@@ -46,27 +46,23 @@ pub struct ClientInfo {
 }
 
 impl TrustedProxies {
-    pub fn new(networks: &[Network], field: ForwardedField) -> TrustedProxies {
-        TrustedProxies { networks: Networks::new(networks.iter().map(|network| (*network, ()))), field }
-    }
-
-    fn contains(&self, address: IpAddr) -> bool {
-        self.networks.most_specific(address).is_some()
+    pub fn new(proxies: &[AddressRange], field: ForwardedField) -> TrustedProxies {
+        TrustedProxies { proxies: AddressSet::new(proxies), field }
     }
 
     /// The client of a request about which the proxy `peer` asks. The proxy is trusted without being listed.
-    pub fn client_of_proxy(&self, peer: IpAddr, headers: &HeaderMap) -> ClientInfo {
+    pub fn client_of_proxy(&self, peer: ClientAddress, headers: &HeaderMap) -> ClientInfo {
         self.client_from_x_forwarded_for(peer, false, headers)
     }
 
     /// The client behind `peer`, by the value of one `X-Forwarded-For`; `None` if the peer is no trusted proxy.
-    pub fn client_in_list(&self, peer: IpAddr, list: &[u8]) -> Option<IpAddr> {
-        self.contains(peer).then(|| self.first_untrusted(peer, addresses_from_the_end(list)).0)
+    pub fn client_in_list(&self, peer: ClientAddress, list: &[u8]) -> Option<ClientAddress> {
+        self.proxies.contains(peer).then(|| self.first_untrusted(peer, addresses_from_the_end(list)).0)
     }
 
     /// The client of a request that arrived on a connection from `peer`.
-    pub fn client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
-        if !self.contains(peer) {
+    pub fn client(&self, peer: ClientAddress, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
+        if !self.proxies.contains(peer) {
             return ClientInfo { address: peer, is_secure, hops: 0, trusted_header: None };
         }
         match self.field {
@@ -77,18 +73,26 @@ impl TrustedProxies {
 
     /// The first address from the end of a list that is no trusted proxy, and the number of its elements up to there. An unreadable
     /// hop ends the search.
-    fn first_untrusted(&self, peer: IpAddr, list: impl Iterator<Item = Option<IpAddr>>) -> (IpAddr, usize) {
+    fn first_untrusted(
+        &self,
+        peer: ClientAddress,
+        list: impl Iterator<Item = Option<ClientAddress>>,
+    ) -> (ClientAddress, usize) {
         let (mut client, mut hops) = (peer, 0);
         for address in list.take(HOPS_MAX).map_while(|hop| hop) {
+            // The callers of a proxy's Unix socket are told apart by the proxy.
+            if address == ClientAddress::Unix && !self.proxies.contains(address) {
+                break;
+            }
             (client, hops) = (address, hops + 1);
-            if !self.contains(address) {
+            if !self.proxies.contains(address) {
                 break;
             }
         }
         (client, hops)
     }
 
-    fn client_from_x_forwarded_for(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
+    fn client_from_x_forwarded_for(&self, peer: ClientAddress, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
         let (address, hops) = self.first_untrusted(peer, x_forwarded_for_addresses(headers));
         let scheme = element_of_hop(headers.get_all(X_FORWARDED_PROTO), hops);
         let is_secure = scheme.and_then(is_https).unwrap_or(is_secure);
@@ -96,7 +100,7 @@ impl TrustedProxies {
     }
 
     /// As [`TrustedProxies::client_from_x_forwarded_for`] for `Forwarded`, whose elements also have the scheme.
-    fn client_from_forwarded(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
+    fn client_from_forwarded(&self, peer: ClientAddress, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
         let mut client = ClientInfo { address: peer, is_secure, hops: 0, trusted_header: Some(self.field) };
         let mut seen = 0;
         for line in headers.get_all(header::FORWARDED).iter().rev() {
@@ -105,10 +109,10 @@ impl TrustedProxies {
                 let hop = if seen < HOPS_MAX { parse_element(element) } else { None };
                 seen += 1;
                 let Some(hop) = hop else { return client };
-                client.address = hop.address;
+                client.address = hop.address.into();
                 client.hops += 1;
                 client.is_secure = hop.is_secure.unwrap_or(client.is_secure);
-                if !self.contains(client.address) {
+                if !self.proxies.contains(client.address) {
                     return client;
                 }
             }
@@ -118,12 +122,15 @@ impl TrustedProxies {
 }
 
 /// The addresses of all `X-Forwarded-For` lines, from the end; `None` for an element that is no address.
-fn x_forwarded_for_addresses(headers: &HeaderMap) -> impl Iterator<Item = Option<IpAddr>> {
+fn x_forwarded_for_addresses(headers: &HeaderMap) -> impl Iterator<Item = Option<ClientAddress>> {
     headers.get_all(X_FORWARDED_FOR).iter().rev().map(HeaderValue::as_bytes).flat_map(addresses_from_the_end)
 }
 
-fn addresses_from_the_end(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
-    elements_from_end(line).map(parse_node)
+fn addresses_from_the_end(line: &[u8]) -> impl Iterator<Item = Option<ClientAddress>> {
+    elements_from_end(line).map(|element| match element {
+        element if element == UNIX.as_bytes() => Some(ClientAddress::Unix),
+        element => parse_node(element).map(ClientAddress::Ip),
+    })
 }
 
 /// The elements of a list, from its end. A recipient ignores empty elements (RFC 9110, section 5.6.1).
@@ -317,6 +324,30 @@ mod tests {
     }
 
     #[test]
+    fn the_callers_of_a_unix_socket_are_one_client_unless_they_are_trusted() {
+        let network = AddressRange::Network("10.0.0.0/8".parse().unwrap());
+        let client = |proxies: &[AddressRange], peer: &str, list: &'static str| {
+            let headers = HeaderMap::from_iter([(X_FORWARDED_FOR, HeaderValue::from_static(list))]);
+            let proxies = TrustedProxies::new(proxies, ForwardedField::XForwardedFor);
+            proxies.client(peer.parse().unwrap(), false, &headers).address.to_string()
+        };
+        for (list, of_untrusted, of_trusted) in [
+            ("192.0.2.7", "unix:", "192.0.2.7"),
+            ("6.6.6.6, 192.0.2.7, 10.1.1.1", "unix:", "192.0.2.7"),
+            ("192.0.2.7, unix:", "unix:", "192.0.2.7"),
+            ("unix:, 192.0.2.7", "unix:", "192.0.2.7"),
+            ("unix:", "unix:", "unix:"),
+            ("unknown", "unix:", "unix:"),
+        ] {
+            assert_eq!(client(&[network], "unix:", list), of_untrusted, "{list}");
+            assert_eq!(client(&[network, AddressRange::Unix], "unix:", list), of_trusted, "{list}");
+        }
+        // Behind a trusted proxy that has clients on a Unix socket.
+        assert_eq!(client(&[network], "10.0.0.1", "192.0.2.7, unix:"), "10.0.0.1");
+        assert_eq!(client(&[network, AddressRange::Unix], "10.0.0.1", "192.0.2.7, unix:"), "192.0.2.7");
+    }
+
+    #[test]
     fn an_unreadable_hop_ends_the_search_at_the_hop_before() {
         for hop in [
             "unknown",
@@ -432,7 +463,7 @@ mod tests {
             hops in proptest::collection::vec(hop(), 1..20),
         ) {
             let trusted = trusted_proxies(ForwardedField::XForwardedFor);
-            let expected = hops.iter().rev().map(|(address, ..)| *address).find(|address| !trusted.contains(*address));
+            let expected = hops.iter().rev().map(|(address, ..)| *address).find(|address| !trusted.proxies.contains((*address).into()));
             let list: Vec<&str> = hops.iter().map(|(_, text, _)| text.as_str()).collect();
             let forwarded: Vec<&str> = hops.iter().map(|(.., text)| text.as_str()).collect();
             if let Some(expected) = expected {

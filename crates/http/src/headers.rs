@@ -3,11 +3,10 @@
 //! Fields that concern one connection, and those that `Connection` lists, are not forwarded (RFC 9110, section 7.6.1). A
 //! client cannot use `Connection` to remove fields that the gateway or the upstream relies on.
 
-use std::net::IpAddr;
-
 use http::StatusCode;
 use http::header::{self, Entry, HeaderMap, HeaderName, HeaderValue};
 
+use super::client_address::{ClientAddress, UNIX};
 use super::forwarded::{ClientInfo, X_FORWARDED_FOR, X_FORWARDED_PROTO, element_of_hop};
 use super::http1_head::{may_state_length, never_has_body};
 use crate::forwarded::ForwardedField;
@@ -182,6 +181,8 @@ fn forwarded_value(headers: &HeaderMap, peer: &HeaderValue, client: &ClientInfo)
     let peer = peer.to_str().ok()?;
     let proto = if client.is_secure { "https" } else { "http" };
     let hop = match peer.contains(':') {
+        // A caller of a Unix socket has no name in RFC 7239.
+        _ if peer == UNIX => format!("for=unknown;proto={proto}"),
         true => format!("for=\"[{peer}]\";proto={proto}"),
         false => format!("for={peer};proto={proto}"),
     };
@@ -348,7 +349,7 @@ fn connection_options<'a>(values: impl Iterator<Item = &'a HeaderValue>) -> Vec<
 }
 
 /// An address as a field value.
-pub fn address_value(peer: IpAddr) -> HeaderValue {
+pub fn address_value(peer: ClientAddress) -> HeaderValue {
     let text = peer.to_canonical().to_string();
     HeaderValue::from_str(&text).unwrap_or_else(|_| HeaderValue::from_static("unknown"))
 }

@@ -5,8 +5,9 @@
 //! Nothing here does I/O, waits, reads a clock, or knows the configuration. The limiter provides networks of addresses.
 //!
 //! Messages: `http1_head`, `http1_body`. Requests: `request_validation`, `path_normalize`, `percent_encoding`, `request_values`,
-//! `forwarded`, `forward_auth`, `request_id`, `trace_context`, `websocket_handshake`, `headers`. Errors: `error`.
+//! `client_address`, `forwarded`, `forward_auth`, `request_id`, `trace_context`, `websocket_handshake`, `headers`. Errors: `error`.
 
+pub mod client_address;
 pub mod error;
 pub mod forward_auth;
 pub mod forwarded;

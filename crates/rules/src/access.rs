@@ -1,7 +1,6 @@
 //! Deny entries, and the allow lists of routes. They are checked before any rule counts the request.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -11,6 +10,7 @@ use transom_config::access::{Allowed, DenyEntry, DenyTarget};
 use transom_config::key_kind::PARAM;
 use transom_config::route::Route;
 use transom_config::{Config, DenyId, RouteId};
+use transom_http::client_address::ClientAddress;
 use transom_http::error::RequestError;
 use transom_jwt::token::TokenError;
 use transom_limiter::handles::IdVec;
@@ -186,7 +186,7 @@ impl AllowList {
     }
 
     fn has(&self, request: &RequestAttributes<'_>, clients: &ClientLookup<'_>) -> Result<bool, RequestError> {
-        if self.networks.most_specific(request.address).is_some() {
+        if request.address.ip().is_some_and(|ip| self.networks.most_specific(ip).is_some()) {
             return Ok(true);
         }
         if self.clients.is_empty() {
@@ -266,7 +266,8 @@ impl DenyList {
     }
 
     /// The entry that denies an address. An IPv6 address that embeds a denied IPv4 address is denied too.
-    pub fn of_address(&self, address: IpAddr, scope: Scope) -> Option<&DenyEntry> {
+    pub fn of_address(&self, address: ClientAddress, scope: Scope) -> Option<&DenyEntry> {
+        let address = address.ip()?;
         let embedded = canonical_address(address);
         let found = self.first(self.by_network.all_around(address), scope);
         found.or_else(|| self.first(self.by_network.all_around(embedded), scope).filter(|_| embedded != address))

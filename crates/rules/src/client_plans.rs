@@ -24,6 +24,7 @@ use transom_config::client_limits::{LimitsId, LimitsText};
 use transom_config::clients::{Client, Clients};
 use transom_config::key::OnUnknownKey;
 use transom_config::key_kind::{CLIENT, Credentials, Identifies, KeyKind, is_secret_part, number as kind};
+use transom_http::client_address::ClientAddress;
 use transom_http::error::{NoClient, RequestError};
 use transom_http::request_values::bearer_token;
 use transom_jwt::token::{TokenError, may_be_token};
@@ -688,8 +689,8 @@ impl ClientPlans {
     }
 
     /// The client with the most specific network that contains an address.
-    pub fn client_of_network(&self, address: IpAddr) -> Option<&KnownClient> {
-        self.by_network.most_specific(address)
+    pub fn client_of_network(&self, address: ClientAddress) -> Option<&KnownClient> {
+        self.by_network.most_specific(address.ip()?)
     }
 
     /// The client that the value of a part of a rule's key names.
@@ -734,7 +735,7 @@ impl ClientPlans {
     /// The client of a caller, as of a request with the same values.
     pub fn client_of<'c>(&'c self, caller: &CallerIdentity<'c>) -> Option<&'c KnownClient> {
         // The plan of a subject of no client is in its token only; the network of a client does not give it another.
-        let by_network = || self.by_network.most_specific(caller.address.filter(|_| !caller.is_subject)?);
+        let by_network = || self.client_of_network(caller.address.filter(|_| !caller.is_subject)?);
         caller.by_name.or(caller.by_api_key).or(caller.by_subject).or_else(by_network)
     }
 
@@ -752,7 +753,7 @@ pub struct CallerIdentity<'c> {
     pub is_subject: bool,
     pub by_api_key: Option<&'c KnownClient>,
     pub by_subject: Option<&'c KnownClient>,
-    pub address: Option<IpAddr>,
+    pub address: Option<ClientAddress>,
 }
 
 impl<'c> CallerIdentity<'c> {
@@ -995,7 +996,7 @@ impl<'a> ClientLookup<'a> {
     }
 
     fn by_network(&self, plans: &'a ClientPlans, request: &RequestAttributes<'_>) -> Option<&'a KnownClient> {
-        *self.by_network.get_or_init(|| plans.by_network.most_specific(request.address))
+        *self.by_network.get_or_init(|| plans.client_of_network(request.address))
     }
 }
 

@@ -3,7 +3,6 @@
 //! A compiled configuration is immutable and shared by all workers. A reload makes a new one; requests in flight keep theirs.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
@@ -30,6 +29,7 @@ use transom_config::route::Route;
 use transom_config::rule::GatewayRule;
 use transom_config::usage_cost::{Reserve, UsageCost};
 use transom_config::{Config, RouteId, UpstreamId};
+use transom_http::client_address::ClientAddress;
 use transom_http::forwarded::{ClientInfo, ForwardedField, TrustedProxies};
 use transom_jwt::cache::TokenCache;
 use transom_jwt::published_keys::PublishedKeys;
@@ -258,7 +258,7 @@ impl CompiledConfig {
     }
 
     /// The client of a request that arrived from `peer`: the peer, or the client that a trusted proxy names.
-    pub fn identify_client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
+    pub fn identify_client(&self, peer: ClientAddress, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
         match &self.trusted_proxies {
             None => ClientInfo { address: peer, is_secure, hops: 0, trusted_header: None },
             Some(trusted_proxies) => trusted_proxies.client(peer, is_secure, headers),
@@ -266,7 +266,7 @@ impl CompiledConfig {
     }
 
     /// The client of a request about which the proxy `peer` asks.
-    pub fn identify_client_of_proxy(&self, peer: IpAddr, headers: &HeaderMap) -> ClientInfo {
+    pub fn identify_client_of_proxy(&self, peer: ClientAddress, headers: &HeaderMap) -> ClientInfo {
         match &self.trusted_proxies {
             None => TrustedProxies::new(&[], ForwardedField::XForwardedFor).client_of_proxy(peer, headers),
             Some(trusted_proxies) => trusted_proxies.client_of_proxy(peer, headers),

@@ -14,6 +14,7 @@ use http::{Method, Uri};
 
 use transom_config::key_kind::number as kind;
 use transom_config::upstream::LoadBalancing;
+use transom_http::client_address::{ClientAddress, UNIX};
 use transom_http::request_values::{
     CredentialsError, DuplicateAuthorization, InvalidEscape, Occurrence, basic_user, bearer_token, cookie,
     query_parameter,
@@ -29,7 +30,7 @@ use transom_usage::values::Text;
 /// What keys can be made of in a request, before any header field is added or removed.
 pub struct RequestAttributes<'a> {
     /// The address of the client.
-    pub address: IpAddr,
+    pub address: ClientAddress,
     pub connection: ConnectionValues<'a>,
     pub host: &'a str,
     pub method: &'a Method,
@@ -229,7 +230,8 @@ fn single(occurrence: Occurrence<'_>) -> Result<Cow<'_, [u8]>, KeyError> {
 
 /// Feeds the network part of an address.
 #[inline]
-pub fn feed_address(address: IpAddr, prefixes: Prefixes, take: &mut impl FnMut(u8, &[u8])) {
+pub fn feed_address(address: ClientAddress, prefixes: Prefixes, take: &mut impl FnMut(u8, &[u8])) {
+    let ClientAddress::Ip(address) = address else { return take(kind::UNIX, UNIX.as_bytes()) };
     match canonical_address(address) {
         IpAddr::V4(v4) => take(kind::IPV4, &mask_host_bits(v4.to_bits(), 32 - prefixes.v4).to_be_bytes()),
         IpAddr::V6(v6) => take(kind::IPV6, &mask_host_bits(v6.to_bits(), 128 - prefixes.v6).to_be_bytes()),
@@ -335,6 +337,22 @@ pub mod tests {
                 assert_eq!(request_hash.finish(), query_hash.finish(), "{text}");
             }
         }
+    }
+
+    #[test]
+    fn all_callers_of_unix_sockets_have_one_key() {
+        let unix = |prefixes: Prefixes| {
+            let mut fed = Vec::new();
+            feed_address(ClientAddress::Unix, prefixes, &mut |kind, value| fed.push((kind, value.to_vec())));
+            fed
+        };
+        let narrow = unix(Prefixes { v4: 32, v6: 128 });
+        assert_eq!(narrow, [(kind::UNIX, b"unix:".to_vec())]);
+        assert_eq!(unix(Prefixes { v4: 0, v6: 0 }), narrow);
+        let [mut of_request, mut of_query] = [KeyHasher::new(SEED, 0), KeyHasher::new(SEED, 0)];
+        of_request.add_part(kind::UNIX, b"unix:");
+        assert_eq!(feed_text(&mut of_query, &KINDS[0].of_prefixes(24, 64), "unix:", false), Some(()));
+        assert_eq!(of_request.finish(), of_query.finish());
     }
 
     #[test]

@@ -4,7 +4,6 @@
 //! costs one more map lookup, and nothing if the rule has no exceptions. A key takes precedence over a plan.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
 
 use foldhash::fast::RandomState;
 
@@ -12,6 +11,7 @@ use super::PlanId;
 use super::client_plans::{ClientPlan, SECRET_MAX_BYTES};
 use super::key_source::feed_address;
 use transom_config::client_limits::{LimitsId, LimitsText};
+use transom_http::client_address::ClientAddress;
 use transom_limiter::handles::{IdVec, VariantId};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart};
@@ -83,8 +83,9 @@ impl Overrides {
     }
 
     /// Whether requests from an address are exempt.
-    pub fn exempts(&self, address: IpAddr) -> bool {
-        self.networks.as_ref().is_some_and(|networks| networks.most_specific(address).is_some())
+    pub fn exempts(&self, address: ClientAddress) -> bool {
+        let networks = self.networks.as_ref().zip(address.ip());
+        networks.is_some_and(|(networks, ip)| networks.most_specific(ip).is_some())
     }
 
     /// Whether single keys have an exemption or override.

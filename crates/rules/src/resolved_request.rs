@@ -1,7 +1,6 @@
 //! Resolves a request: its route, its rules, and the key of each rule. The handler, `explain` and `simulate` resolve requests
 //! here alone, so that all of them agree.
 
-use std::net::IpAddr;
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -16,6 +15,7 @@ use crate::route_actions::{RouteActions, TemplateVariables};
 use crate::router::{AmbiguousHeader, RouteQuery};
 use crate::store_key_text::KeyDigester;
 use transom_config::RouteId;
+use transom_http::client_address::ClientAddress;
 use transom_http::error::RequestError;
 use transom_http::request_validation::ValidatedRequest;
 use transom_http::websocket_handshake::UpgradeMethod;
@@ -30,7 +30,7 @@ use transom_usage::request_body::BodyValues;
 #[derive(Clone, Copy)]
 pub struct RequestView<'a> {
     /// The address of the client.
-    pub address: IpAddr,
+    pub address: ClientAddress,
     pub connection: ConnectionValues<'a>,
     /// Whether the client uses TLS: by its connection, or by what a trusted proxy says.
     pub is_secure: bool,

@@ -1,7 +1,7 @@
 //! Parses the lines of access logs: the combined format of nginx and Apache, and JSON of Caddy, Traefik, Envoy, this
 //! gateway and others. A parsed line consists of positions in the buffer, so that parsing copies nothing.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::str::FromStr;
 
 use http::HeaderName;
@@ -9,6 +9,7 @@ use memchr::{memchr, memchr_iter, memrchr};
 
 use super::json_scanner::{Malformed, Scanner, Span, Value};
 use super::timestamp;
+use transom_http::client_address::ClientAddress;
 use transom_usage::decimal::Decimal;
 
 /// The form of the lines.
@@ -228,7 +229,7 @@ pub struct LogLine {
     pub time_ms: u64,
     /// Until the last byte of the response, without waits for rules.
     pub duration_ms: Option<u32>,
-    pub client: IpAddr,
+    pub client: ClientAddress,
     /// The value of `X-Forwarded-For`, if the log has it; the client is then the peer that sent it.
     pub forwarded_for: Span,
     /// As in the clients file; empty if the log does not name the client.
@@ -535,7 +536,7 @@ struct JsonFields {
     delay_ms: Option<u64>,
     client_name: Span,
     has_decisions: bool,
-    client: Option<(u8, IpAddr, Span)>,
+    client: Option<(u8, ClientAddress, Span)>,
     has_client: bool,
     forwarded_for: Span,
     method: (u8, Span),
@@ -806,7 +807,7 @@ fn trailing_list(line: &[u8], from: usize) -> Span {
 }
 
 /// The address at a position, or the last of a list, with the list and their end.
-fn client_or_list(line: &[u8], start: usize) -> Option<(IpAddr, Span, usize)> {
+fn client_or_list(line: &[u8], start: usize) -> Option<(ClientAddress, Span, usize)> {
     let next_blank = |from: usize| memchr(b' ', &line[from..]).map_or(line.len(), |at| from + at);
     let mut end = next_blank(start);
     while line[..end].ends_with(b",") && end < line.len() {
@@ -819,7 +820,7 @@ fn client_or_list(line: &[u8], start: usize) -> Option<(IpAddr, Span, usize)> {
 
 /// The client in a text, and `X-Forwarded-For` if the text is a list: its last address is then the client, since clients write
 /// the first ones.
-fn parse_client(text: Span, line: &[u8]) -> Option<(IpAddr, Span)> {
+fn parse_client(text: Span, line: &[u8]) -> Option<(ClientAddress, Span)> {
     let bytes = text.of(line);
     match memrchr(b',', bytes) {
         None => Some((parse_address(bytes)?, Span::default())),
@@ -836,14 +837,14 @@ fn is_address_list(text: &[u8]) -> bool {
 }
 
 /// An address, also with a port.
-fn parse_address(text: &[u8]) -> Option<IpAddr> {
+fn parse_address(text: &[u8]) -> Option<ClientAddress> {
     if let Some(address) = parse_ipv4(text) {
-        return Some(address.into());
+        return Some(ClientAddress::Ip(address.into()));
     }
     let text = std::str::from_utf8(text).ok()?;
     let parse = |text: &str| {
-        let address = text.parse().ok();
-        address.or_else(|| text.parse::<SocketAddr>().ok().map(|address| address.ip()))
+        let address = text.parse::<ClientAddress>().ok();
+        address.or_else(|| text.parse::<SocketAddr>().ok().map(|address| address.ip().into()))
     };
     parse(text).or_else(|| parse(text.strip_prefix('[')?.strip_suffix(']')?))
 }

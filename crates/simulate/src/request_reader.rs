@@ -1,7 +1,6 @@
 //! Reads the request of a log line as the gateway would receive it, and finds its route.
 
 use std::borrow::Cow;
-use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -11,6 +10,7 @@ use super::json_scanner::{Span, unescape};
 use super::log_line::{HeaderSpan, LogLine, LoggedFields};
 use transom_config::Config;
 use transom_config::key_kind::{BEARER, HEADER, KeyKind, Logged};
+use transom_http::client_address::ClientAddress;
 use transom_http::error::RequestError;
 use transom_http::path_normalize::{self, encode_query};
 use transom_http::request_validation::{is_valid_method, normalized_host};
@@ -65,7 +65,7 @@ pub struct LoggedRequest<'a> {
     is_of_no_client: bool,
     /// Whether the log has an `X-Forwarded-For` of a peer that is no trusted proxy.
     pub ignores_forwarded: bool,
-    address: IpAddr,
+    address: ClientAddress,
     method: Method,
     path: Cow<'a, str>,
     uri: Uri,
@@ -123,7 +123,7 @@ impl RequestReader {
     }
 
     /// Whether the address belongs to a client.
-    fn has_client(&self, address: IpAddr) -> bool {
+    fn has_client(&self, address: ClientAddress) -> bool {
         self.clients.as_ref().is_some_and(|clients| clients.client_of_network(address).is_some())
     }
 

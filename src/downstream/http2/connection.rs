@@ -1,7 +1,6 @@
 //! One HTTP/2 client connection: h2's settings, the limits on the connection as a whole, keepalive, and the end.
 
 use std::future::poll_fn;
-use std::net::IpAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
@@ -23,6 +22,7 @@ use crate::proxy::worker_state::WorkerState;
 use crate::ratelimit_service::RatelimitService;
 use crate::timer::Timer;
 use transom_config::Config;
+use transom_http::client_address::ClientAddress;
 use transom_http::error::RequestError;
 
 /// Receive windows: bytes of request bodies that may wait to be read, per stream and per connection.
@@ -202,7 +202,7 @@ pub async fn serve(
 struct OpenHead {
     worker: Rc<WorkerState>,
     monitor: Rc<Monitor>,
-    address: IpAddr,
+    address: ClientAddress,
     error: RequestError,
 }
 
