@@ -108,8 +108,12 @@ fn example_path(route: &Route) -> String {
     if let [Segment::Rest(_)] = &*route.path.segments {
         return String::from("/");
     }
-    let segments = route.path.segments.iter().map(|segment| segment.literal().unwrap_or(EXAMPLE_SEGMENT));
-    segments.fold(String::new(), |path, segment| path + "/" + segment)
+    let segments = route.path.segments.iter().map(|segment| match segment {
+        Segment::Literal(text) => text.clone(),
+        Segment::Wildcards(segment) => segment.filled_with(EXAMPLE_SEGMENT),
+        Segment::Param(_) | Segment::Rest(_) => EXAMPLE_SEGMENT.to_owned(),
+    });
+    segments.fold(String::new(), |path, segment| path + "/" + &segment)
 }
 
 /// The address by which a program on this machine reaches a listener.

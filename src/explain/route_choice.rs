@@ -1,6 +1,6 @@
 //! Why a route serves a request: what makes it more specific than the next candidates, or why none matches.
 
-use std::cmp::Ordering;
+use std::cmp::{Ordering, Reverse};
 
 use serde_json::{Value, json};
 
@@ -120,6 +120,7 @@ fn less_specific(route: &Route, chosen: &Route, host: &str) -> String {
         if path_rank(ours) != path_rank(theirs) {
             let kind = |segment: &Segment| match segment {
                 Segment::Literal(text) => format!("literal `{text}`"),
+                Segment::Wildcards(segment) => format!("literal text of `{}`", segment.written()),
                 Segment::Param(name) => format!("parameter `{{{name}}}`"),
                 Segment::Rest(name) => format!("catch-all `{{*{name}}}`"),
             };
@@ -144,10 +145,12 @@ fn less_specific(route: &Route, chosen: &Route, host: &str) -> String {
     }
 }
 
-fn path_rank(segment: &Segment) -> u8 {
+/// The more specific kind of a segment is greater, and so is the more specific of two segments with wildcards.
+fn path_rank(segment: &Segment) -> (u8, [usize; 3], Reverse<&[String]>) {
     match segment {
-        Segment::Literal(_) => 2,
-        Segment::Param(_) => 1,
-        Segment::Rest(_) => 0,
+        Segment::Literal(_) => (3, [0; 3], Reverse(&[])),
+        Segment::Wildcards(segment) => (2, segment.specificity(), Reverse(&segment.texts)),
+        Segment::Param(_) => (1, [0; 3], Reverse(&[])),
+        Segment::Rest(_) => (0, [0; 3], Reverse(&[])),
     }
 }

@@ -150,3 +150,37 @@ fn a_repeated_route_field_is_refused() {
     assert_eq!(remaining(&gateway.get_with("/v/a", &[("X-Version", "2")]).expect(200), "loose"), 999);
     assert_eq!(remaining(&gateway.get_with("/v/a", &[("X-Version", "2, 3")]).expect(200), "general"), 3);
 }
+
+/// The precedence and the values of parts of segments are tested in `router.rs` of the rules.
+#[test]
+fn parts_of_segments_are_parameters() {
+    let upstream = Upstream::always(200);
+    let gateway = Gateway::start(&format!(
+        "{}[rules.by-name]\nkey = \"param:name\"\nwindows = [\"9/day\"]\n\
+         [[routes]]\npath = \"/files/{{name}}.{{ext}}\"\nupstream = \"u\"\nrules = [\"by-name\"]\n\
+         rewrite = \"/{{ext}}/{{name}}\"\nrequest_headers = {{ set = {{ x-file = \"{{param.name}} {{param.ext}}\" }} }}\n\
+         [[routes]]\npath = \"/static/*.css\"\nupstream = \"u\"\n\
+         [[routes]]\npath = \"/old-{{id}}.html\"\nredirect = {{ to = \"/new/{{param.id}}\" }}\n",
+        upstream.toml("u")
+    ));
+    for (path, left, forwarded, field) in [
+        ("/files/a.tar.gz?q=1", 8, "/gz/a.tar?q=1", "a.tar gz"),
+        // An equivalent path has the same key.
+        ("//files/%61.t%61r.x", 7, "/x/a.tar", "a.tar x"),
+        ("/files/%20.%C3%A9", 8, "/%C3%A9/%20", "%20 %C3%A9"),
+    ] {
+        assert_eq!(remaining(&gateway.get(path).expect(200), "by-name"), left, "{path}");
+        let received = upstream.received().pop().unwrap();
+        assert_eq!((received.target.as_str(), received.field("x-file")), (forwarded, Some(field)), "{path}");
+    }
+    let requests = upstream.received().len();
+    for path in ["/files/...x", "/files/a..."] {
+        let problem = gateway.get(path).expect(400).problem();
+        assert_eq!(problem["detail"], "the rewritten path contains a dot segment", "{path}");
+    }
+    assert_eq!(upstream.received().len(), requests);
+    gateway.get("/static/a.css").expect(200);
+    assert_eq!(upstream.received().pop().unwrap().target, "/static/a.css");
+    gateway.get("/static/a.js").expect(404);
+    assert_eq!(gateway.get("/old-7.html").expect(308).field("location"), Some("/new/7"));
+}

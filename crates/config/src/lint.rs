@@ -14,7 +14,7 @@ use super::clients::ClientsSource;
 use super::diagnostics::{quoted, quoted_list};
 use super::key::OnUnknownKey;
 use super::key_kind::{BEARER, HEADER, KeyKind, Variety, is_secret_part};
-use super::path::Segment;
+use super::path::{Segment, WildcardSegment};
 use super::response_body;
 use super::route::Route;
 use super::route_actions::LocalResponse;
@@ -302,6 +302,25 @@ fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
         return None;
     }
     let path = route.path.text.as_str();
+    if let [init @ .., Segment::Wildcards(WildcardSegment { texts, names })] = &*route.path.segments
+        && let ([text, end], [None], true) =
+            (&**texts, &**names, init.iter().all(|segment| segment.literal().is_some()))
+        && end.is_empty()
+    {
+        let below = [init, &[Segment::Literal(text.clone()), Segment::Rest(String::new())]].concat();
+        let prefix = path.trim_end_matches('*');
+        return (!config.routes.iter().any(|other| overlap(&below, &other.path.segments))).then(|| {
+            format!(
+                "the route {} matches one segment that begins with {}, and {} gets 404: write {} to match all paths below it, or \
+                 {} if only one segment is meant",
+                quoted(&route.name),
+                quoted(text),
+                quoted(&format!("{prefix}/x")),
+                quoted(&format!("{prefix}/{{*rest}}")),
+                quoted(&format!("{prefix}{{name}}"))
+            )
+        });
+    }
     let literals: Option<Vec<&str>> = route.path.segments.iter().map(Segment::literal).collect();
     let prefix = match literals?.as_slice() {
         [file] if file.contains('.') => return None,
@@ -502,12 +521,20 @@ fn paths_with_variants(config: &Config) -> Vec<String> {
     messages
 }
 
-/// A pattern that ends in a literal segment, with a slash or a path parameter appended.
+/// A pattern that ends in literal text, with a slash or a path parameter appended.
 fn path_variant(pattern: &[Segment], suffix: &str) -> Option<Vec<Segment>> {
     let (last, init) = pattern.split_last()?;
-    let last = last.literal().filter(|text| !text.is_empty())?;
-    let ends = format!("{last}{suffix}");
-    Some(init.iter().cloned().chain(ends.split('/').map(|text| Segment::Literal(text.to_owned()))).collect())
+    let mut last = last.clone();
+    let text = match &mut last {
+        Segment::Literal(text) => Some(text),
+        Segment::Wildcards(segment) => segment.texts.last_mut(),
+        Segment::Param(_) | Segment::Rest(_) => None,
+    };
+    let text = text.filter(|text| !text.is_empty())?;
+    let (same_segment, next) = suffix.split_once('/').map_or((suffix, None), |(same, next)| (same, Some(next)));
+    text.push_str(same_segment);
+    let next = next.map(|next| Segment::Literal(next.to_owned()));
+    Some(init.iter().cloned().chain([last]).chain(next).collect())
 }
 
 /// Whether requests for a variant of the route's path avoid some of its rules, because the other route matches the
@@ -530,12 +557,33 @@ fn overlap(a: &[Segment], b: &[Segment]) -> bool {
         ([], []) | ([Segment::Rest(_)], [_, ..]) | ([_, ..], [Segment::Rest(_)]) => true,
         ([Segment::Literal(own), a @ ..], [Segment::Literal(other), b @ ..]) => own == other && overlap(a, b),
         // A parameter is not empty.
-        ([Segment::Literal(text), a @ ..], [_, b @ ..]) | ([_, a @ ..], [Segment::Literal(text), b @ ..]) => {
-            !text.is_empty() && overlap(a, b)
+        ([Segment::Literal(text), a @ ..], [other, b @ ..]) | ([other, a @ ..], [Segment::Literal(text), b @ ..]) => {
+            let matches = match other {
+                Segment::Wildcards(other) => may_match(other, text),
+                _ => !text.is_empty(),
+            };
+            matches && overlap(a, b)
+        }
+        ([Segment::Wildcards(own), a @ ..], [Segment::Wildcards(other), b @ ..]) => {
+            let is_prefix = |own: &str, other: &str| own.starts_with(other) || other.starts_with(own);
+            let is_suffix = |own: &str, other: &str| own.ends_with(other) || other.ends_with(own);
+            let first = own.texts.first().zip(other.texts.first());
+            let last = own.texts.last().zip(other.texts.last());
+            first.is_none_or(|(own, other)| is_prefix(own, other))
+                && last.is_none_or(|(own, other)| is_suffix(own, other))
+                && overlap(a, b)
         }
         ([_, a @ ..], [_, b @ ..]) => overlap(a, b),
         _ => false,
     }
+}
+
+/// Whether the ends of a segment are those of a text that is long enough.
+fn may_match(segment: &WildcardSegment, text: &str) -> bool {
+    let [literal, ..] = segment.specificity();
+    text.len() > literal
+        && segment.texts.first().is_none_or(|first| text.starts_with(first))
+        && segment.texts.last().is_none_or(|last| text.ends_with(last))
 }
 
 /// Warnings about certificates that are not valid now or expire soon, and revocation lists that have expired.
@@ -897,6 +945,51 @@ mod tests {
                  below it, or set `methods` if only this path is meant"
             ]
         );
+    }
+
+    #[test]
+    fn a_route_for_the_beginning_of_one_segment_is_reported_unless_it_is_meant() {
+        for (paths, is_reported) in [
+            (&["/api*"][..], true),
+            (&["/v1/api*", "/v1/a/{*rest}"], true),
+            (&["/api*", "/api/{*rest}"], false),
+            (&["/api*", "/{*rest}"], false),
+            (&["/api{name}"], false),
+            (&["/*.css"], false),
+            (&["/{tenant}/api*"], false),
+        ] {
+            let routes = paths.iter().map(|path| format!("[[routes]]\npath = \"{path}\"\nupstream = \"u\"\n"));
+            let found = messages_of(&format!("[upstreams.u]\nbuiltin = \"echo\"\n{}", routes.collect::<String>()));
+            assert_eq!(found.len(), usize::from(is_reported), "{paths:?}: {found:?}");
+            assert!(
+                found.iter().all(|text| text.contains("api/{*rest}` to match all paths below it, or `")),
+                "{found:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn paths_overlap_if_their_ends_do() {
+        let segments = |text: &str| {
+            let text = format!("[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"{text}\"\nupstream = \"u\"\n");
+            let config = crate::read_with_files(&text, &|_| Ok(Vec::new())).unwrap();
+            config.routes.iter().next().unwrap().path.segments.clone()
+        };
+        for (a, b, expected) in [
+            ("/a.css", "/*.css", true),
+            ("/.css", "/*.css", false),
+            ("/a*", "/{id}", true),
+            ("/a*b", "/ab*", true),
+            ("/a*", "/b*", false),
+            ("/*.css", "/*.js", false),
+            ("/a*/x", "/a1/y", false),
+            ("/a*", "/{*rest}", true),
+        ] {
+            assert_eq!(
+                (overlap(&segments(a), &segments(b)), overlap(&segments(b), &segments(a))),
+                (expected, expected)
+            );
+        }
     }
 
     #[test]

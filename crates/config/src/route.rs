@@ -56,8 +56,8 @@ pub struct Route {
 settings! {
     /// The conditions of a route, as written in the file.
     pub struct RouteConditions {
-        /// Path of the request. Segments are literal, `{name}` (one non-empty segment) or `{*name}` (the rest, possibly
-        /// empty; last). In a literal, `%2A` stands for a `*`, and `%24` for a `$` at the end.
+        /// Path of the request. `{name}` matches a non-empty segment or part of a segment, `*` too, as a part and without a name;
+        /// `{*name}` matches the rest, possibly empty. In a literal, `%2A` stands for a `*`, and `%24` for a `$` at the end.
         path: Option<SpannedString> = Required(
             Text("pattern", "\"/{*rest}\""),
             "write `path = \"/{*rest}\"` to match every request, or another path",
@@ -436,8 +436,12 @@ fn report_unreachable(routes: &[ParsedRoute], report: &mut Report) {
     let mut earlier: HashMap<_, Vec<&ParsedRoute>> = HashMap::new();
     for route in routes.iter().filter(|route| route.is_complete) {
         // Names of parameters do not matter.
-        let shape =
-            route.route.path.segments.iter().map(|segment| (segment.literal(), matches!(segment, Segment::Rest(_))));
+        let shape = route.route.path.segments.iter().map(|segment| match segment {
+            Segment::Literal(text) => (std::slice::from_ref(text), false),
+            Segment::Wildcards(segment) => (&*segment.texts, false),
+            Segment::Param(_) => (&[][..], false),
+            Segment::Rest(_) => (&[][..], true),
+        });
         let mut headers: Vec<_> = route.route.headers.iter().collect();
         headers.sort();
         let before = earlier.entry((shape.collect::<Vec<_>>(), headers, route.route.secure)).or_default();

@@ -8,7 +8,7 @@ use toml::de::DeValue;
 use super::body_condition::BODY_KEY_LIMIT;
 use super::diagnostics::{Report, quoted, quoted_list};
 use super::limits::{MAX_BODY, MIN_RATE, RouteTimeouts, Timeouts};
-use super::path::{PathPattern, PatternKind, Segment};
+use super::path::{PathPattern, PatternKind};
 use super::response_body::{self, BODY, Body, CONTENT_TYPE};
 use super::settings::{Boolean, Choice, Custom, Inline, Integer, Kind, Optional, Required, Shape, Text};
 use super::template::{Template, TemplatePart, Variable};
@@ -357,8 +357,7 @@ impl ActionSettings {
         let kind = PatternKind::Rewrite(context.path);
         let rewrite = PathPattern::read(written, kind, PathReading::verbatim(context.encoded_slash), report)?;
         let path = context.path?;
-        let mut params = rewrite.segments.iter().filter(|segment| segment.literal().is_none());
-        if let Some(name) = params.find(|param| !path.segments.contains(param)).and_then(Segment::param_name) {
+        if let Some(name) = rewrite.param_missing_in(path) {
             let message = format!(
                 "{} uses the parameter `{name}`, which the path of this route does not have",
                 quoted(&written.text)
@@ -392,7 +391,7 @@ fn read_matched_prefix(written: &SpannedString, context: &ActionContext, report:
     let path = context.path?;
     let own = path.literal_prefix();
     if !own.strip_prefix(&prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/')) {
-        let fix = match path.text.split("/{").next().unwrap_or_default().trim_end_matches('/') {
+        let fix = match own.trim_end_matches('/') {
             "" => String::from("write the path with its prefix, such as `/api/{*rest}`"),
             own => format!("its paths begin with {}", quoted(own)),
         };

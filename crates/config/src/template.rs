@@ -304,7 +304,11 @@ fn parse_variable(name: &str, path: Option<&PathPattern>) -> Parsed<Variable> {
         return Ok(Variable::Param(0));
     }
     let params = path.map(PathPattern::param_names).unwrap_or_default();
-    let params = params.iter().enumerate().map(|(at, name)| (format!("{PARAM}{name}"), Variable::Param(at)));
+    let params = params
+        .iter()
+        .enumerate()
+        .filter(|(_at, name)| !name.is_empty())
+        .map(|(at, name)| (format!("{PARAM}{name}"), Variable::Param(at)));
     let variables = VARIABLES.iter().map(|(name, variable)| ((*name).to_owned(), variable.clone()));
     let known: Vec<(String, Variable)> = variables.chain(params).collect();
     if let Some((_, variable)) = known.iter().find(|(known, _)| known == name) {

@@ -17,6 +17,7 @@ use transom_config::route::Route;
 use transom_config::route_actions::{self, Actions, ChangedResponses, FieldChanges, PathChange};
 use transom_config::template::{Template, TemplatePart, Variable};
 use transom_http::error::RequestError;
+use transom_http::percent_encoding::find_ambiguity;
 use transom_http::request_validation::host_port;
 
 /// The compiled actions of one route.
@@ -50,7 +51,11 @@ enum PathRewrite {
         to: String,
     },
     /// Literals and path parameters.
-    Template(Vec<PathPiece>),
+    Template {
+        pieces: Vec<PathPiece>,
+        /// Whether a segment has parts of segments, or several parameters. It may become a dot segment.
+        may_make_dot_segments: bool,
+    },
 }
 
 #[derive(Debug)]
@@ -115,7 +120,10 @@ impl RouteActions {
             }),
             path: actions.path.as_ref().map(|change| match change {
                 PathChange::Prefix { from, to } => PathRewrite::Prefix { from: from.clone(), to: to.clone() },
-                PathChange::Rewrite(pattern) => PathRewrite::Template(path_pieces(pattern, &route.path.param_names())),
+                PathChange::Rewrite(pattern) => PathRewrite::Template {
+                    pieces: path_pieces(pattern, &route.path.param_names()),
+                    may_make_dot_segments: pattern.has_wildcards() || route.path.has_wildcards(),
+                },
             }),
             request_changes,
             response_changes: header_changes(&actions.response_fields),
@@ -147,7 +155,7 @@ impl RouteActions {
                 Some(responses::redirect_response(*status, location))
             }
         };
-        let path = self.path.as_ref().map(|path| path.render(variables));
+        let path = self.path.as_ref().map(|path| path.render(variables)).transpose()?;
         Ok(Box::new(AppliedActions {
             direct_response,
             path,
@@ -228,38 +236,50 @@ fn replaced_fields(changes: &[HeaderChange]) -> Option<Arc<[HeaderName]>> {
 }
 
 fn path_pieces(pattern: &PathPattern, params: &[&str]) -> Vec<PathPiece> {
+    // The configuration check rejects unknown parameters, and those without a name.
+    let param = |name: &str| {
+        let position = params.iter().position(|known| *known == name);
+        position.map_or(PathPiece::Literal(String::new()), PathPiece::Param)
+    };
     let mut pieces = Vec::new();
     for segment in &pattern.segments {
         pieces.push(PathPiece::Literal(String::from("/")));
-        pieces.push(match segment {
-            Segment::Literal(text) => PathPiece::Literal(text.clone()),
-            Segment::Param(name) | Segment::Rest(name) => {
-                // The configuration check rejects unknown parameters.
-                let position = params.iter().position(|known| known == name);
-                position.map_or(PathPiece::Literal(String::new()), PathPiece::Param)
+        match segment {
+            Segment::Literal(text) => pieces.push(PathPiece::Literal(text.clone())),
+            Segment::Wildcards(segment) => {
+                let names = segment.names.iter().map(|name| param(name.as_deref().unwrap_or_default()));
+                let mut texts = segment.texts.iter().cloned().map(PathPiece::Literal);
+                pieces.extend(texts.next());
+                pieces.extend(names.zip(texts).flat_map(|(name, text)| [name, text]));
             }
-        });
+            Segment::Param(name) | Segment::Rest(name) => pieces.push(param(name)),
+        }
     }
     pieces
 }
 
 impl PathRewrite {
-    /// The new path. Normalized pieces make a normalized path.
-    fn render(&self, variables: &TemplateVariables<'_, '_>) -> String {
+    /// The new path. Normalized segments make a normalized path; an error if parts of segments do not.
+    fn render(&self, variables: &TemplateVariables<'_, '_>) -> Result<String, RequestError> {
         let path = match self {
             PathRewrite::Prefix { from, to } => {
                 let rest = variables.request.path.strip_prefix(from.as_str()).unwrap_or(variables.request.path);
                 format!("{to}{rest}")
             }
-            PathRewrite::Template(pieces) => {
+            PathRewrite::Template { pieces, may_make_dot_segments } => {
                 let text = |piece: &'_ PathPiece| match piece {
                     PathPiece::Literal(text) => text.clone(),
                     PathPiece::Param(position) => variables.param(*position).to_owned(),
                 };
-                pieces.iter().map(text).collect()
+                let path: String = pieces.iter().map(text).collect();
+                let is_dots = |segment| matches!(segment, "." | "..") || find_ambiguity(segment).is_some();
+                if *may_make_dot_segments && path.split('/').any(is_dots) {
+                    return Err(RequestError::Path("the rewritten path contains a dot segment"));
+                }
+                path
             }
         };
-        if path.is_empty() { String::from("/") } else { path }
+        Ok(if path.is_empty() { String::from("/") } else { path })
     }
 }
 

@@ -1,18 +1,21 @@
 //! Matches requests to routes: a tree of path segments for each host, built at load.
 //!
 //! Routes that name a scheme are a router of their own, which comes first. The most specific match wins: an exact host
-//! over a wildcard over any host; segment by segment, a literal over a parameter over a catch-all; a route with methods
-//! over one without; more required fields over fewer; at last, the order of the file. If no route of a branch matches
-//! method and fields, the search continues in less specific branches. The time grows with the segments of the path, not
-//! with the number of routes.
+//! over a wildcard over any host; segment by segment, a literal over a segment with wildcards (the longer literal text in
+//! all, at the beginning, at the end, at last the first in the alphabet) over a parameter over a catch-all; a route with
+//! methods over one without; more required fields over fewer; at last, the order of the file. If no route of a branch
+//! matches method and fields, the search continues in less specific branches. The time grows with the segments of the path
+//! and the lengths of literal text that segments with wildcards have, not with the number of routes.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::hash::BuildHasher;
 use std::num::NonZeroU32;
 use std::ops::Range;
 
 use compact_str::CompactString;
 use foldhash::HashMap;
+use foldhash::fast::RandomState;
 use http::header::{HeaderMap, HeaderName};
 use http::{HeaderValue, Method};
 
@@ -36,6 +39,7 @@ pub struct Router {
     wildcards: HashMap<String, usize>,
     any_host: usize,
     nodes: Vec<Node>,
+    wildcard_groups: Vec<WildcardGroup>,
     candidates: Vec<Candidate>,
     /// If ignored, a catch-all also matches the path before its slash.
     trailing_slash: TrailingSlash,
@@ -45,6 +49,8 @@ pub struct Router {
 #[repr(align(64))]
 struct Node {
     literals: Literals,
+    /// Groups of children for segments with wildcards, the most specific first.
+    wildcard_groups: (u32, u32),
     param: Option<NonZeroU32>,
     /// Candidates whose path ends here, the most specific first.
     exact: (u32, u32),
@@ -61,10 +67,33 @@ enum Literals {
     Many(Box<HashMap<CompactString, u32>>),
 }
 
+/// The children of a node for segments with wildcards that have equally much literal text: in all, at the beginning, and at
+/// the end.
+#[derive(Debug)]
+struct WildcardGroup {
+    text: usize,
+    prefix: usize,
+    suffix: usize,
+    /// In the order of the texts, for each beginning and end.
+    children: Vec<WildcardChild>,
+    /// The children by the hash of the texts at the beginning and the end of the segment; empty if all have the same.
+    by_ends: HashMap<u64, Range<usize>>,
+    hasher: RandomState,
+}
+
+#[derive(Debug)]
+struct WildcardChild {
+    /// The literal texts around the wildcards.
+    texts: Box<[CompactString]>,
+    node: u32,
+}
+
 /// A tree under construction.
 #[derive(Debug, Default)]
 struct Tree {
     literals: BTreeMap<String, Tree>,
+    /// By the literal texts of the segment, with their specificity.
+    wildcards: BTreeMap<Vec<String>, ([usize; 3], Tree)>,
     param: Option<Box<Tree>>,
     exact: Vec<Candidate>,
     catch_alls: Vec<Candidate>,
@@ -148,6 +177,7 @@ impl Router {
             wildcards: HashMap::default(),
             any_host: 0,
             nodes: Vec::new(),
+            wildcard_groups: Vec::new(),
             candidates: Vec::new(),
             trailing_slash,
         };
@@ -171,6 +201,7 @@ impl Router {
         let catch_alls = self.append_candidates(tree.catch_alls);
         // A child follows its parent, so its position is never 0.
         let param = tree.param.and_then(|child| NonZeroU32::new(self.flatten(*child) as u32));
+        let wildcard_groups = self.flatten_wildcards(tree.wildcards);
         let several = tree.literals.len() > 1;
         let children = tree.literals.into_iter();
         let mut children = children.map(|(text, child)| (CompactString::from(text), self.flatten(child) as u32));
@@ -179,8 +210,22 @@ impl Router {
         } else {
             children.next().map_or(Literals::None, |(text, child)| Literals::One(text, child))
         };
-        self.nodes[at] = Node { literals, param, exact, catch_alls };
+        self.nodes[at] = Node { literals, wildcard_groups, param, exact, catch_alls };
         at
+    }
+
+    fn flatten_wildcards(&mut self, trees: BTreeMap<Vec<String>, ([usize; 3], Tree)>) -> (u32, u32) {
+        let mut groups: BTreeMap<Reverse<[usize; 3]>, Vec<WildcardChild>> = BTreeMap::new();
+        for (texts, (specificity, tree)) in trees {
+            let node = self.flatten(tree) as u32;
+            let texts = texts.into_iter().map(CompactString::from).collect();
+            groups.entry(Reverse(specificity)).or_default().push(WildcardChild { texts, node });
+        }
+        let start = self.wildcard_groups.len() as u32;
+        let groups =
+            groups.into_iter().map(|(Reverse(specificity), children)| WildcardGroup::new(specificity, children));
+        self.wildcard_groups.extend(groups);
+        (start, self.wildcard_groups.len() as u32)
     }
 
     fn append_candidates(&mut self, mut candidates: Vec<Candidate>) -> (u32, u32) {
@@ -270,11 +315,14 @@ impl Router {
             };
         };
         if depth > 0 {
-            let slash = query.path.as_bytes()[start..].iter().position(|byte| *byte == b'/');
-            let end = slash.map_or(query.path.len(), |at| start + at);
-            let next = (end < query.path.len()).then_some(end + 1);
+            let (end, next) = end_of_segment(query.path, start);
             if let Some(child) = node.literals.get(&query.path[start..end])
                 && let Some(route) = self.match_segments(child, query, next, depth - 1, params, accepts)?
+            {
+                return Ok(Some(route));
+            }
+            if node.wildcard_groups.0 < node.wildcard_groups.1
+                && let Some(route) = self.match_wildcards(node, query, start, depth, params, accepts)?
             {
                 return Ok(Some(route));
             }
@@ -289,6 +337,33 @@ impl Router {
             }
         }
         self.match_catch_all(node, query, start, params, accepts)
+    }
+
+    /// Searches in the children of a node for segments with wildcards.
+    fn match_wildcards(
+        &self,
+        node: &Node,
+        query: &RouteQuery<'_>,
+        start: usize,
+        depth: usize,
+        params: &mut Vec<Range<usize>>,
+        accepts: &mut impl Accepts,
+    ) -> Match<'_> {
+        let (end, next) = end_of_segment(query.path, start);
+        let (first_group, end_of_groups) = node.wildcard_groups;
+        for group in &self.wildcard_groups[first_group as usize..end_of_groups as usize] {
+            for child in group.children_for(&query.path[start..end]) {
+                let params_before = params.len();
+                if child.matches(&query.path[start..end], start, params)
+                    && let Some(route) =
+                        self.match_segments(child.node as usize, query, next, depth - 1, params, accepts)?
+                {
+                    return Ok(Some(route));
+                }
+                params.truncate(params_before);
+            }
+        }
+        Ok(None)
     }
 
     /// A catch-all that matches the rest of the path.
@@ -317,6 +392,91 @@ impl Router {
     }
 }
 
+/// The end of the segment that starts at `start`, and the start of the next one.
+fn end_of_segment(path: &str, start: usize) -> (usize, Option<usize>) {
+    let slash = path.as_bytes()[start..].iter().position(|byte| *byte == b'/');
+    let end = slash.map_or(path.len(), |at| start + at);
+    (end, (end < path.len()).then_some(end + 1))
+}
+
+impl WildcardGroup {
+    fn new([text, prefix, suffix]: [usize; 3], mut children: Vec<WildcardChild>) -> WildcardGroup {
+        let hasher = RandomState::default();
+        let hash = |child: &WildcardChild| hasher.hash_one((child.texts.first(), child.texts.last()));
+        children.sort_by_key(hash);
+        let mut by_ends: HashMap<u64, Range<usize>> = HashMap::default();
+        for (position, child) in children.iter().enumerate() {
+            by_ends.entry(hash(child)).or_insert(position..position).end = position + 1;
+        }
+        if by_ends.len() == 1 {
+            by_ends.clear();
+        }
+        WildcardGroup { text, prefix, suffix, children, by_ends, hasher }
+    }
+
+    /// The children that may match a segment.
+    #[inline]
+    fn children_for(&self, segment: &str) -> &[WildcardChild] {
+        // A wildcard matches at least one character.
+        if segment.len() <= self.text {
+            return &[];
+        }
+        if self.by_ends.is_empty() {
+            return &self.children;
+        }
+        let ends = segment.get(..self.prefix).zip(segment.get(segment.len() - self.suffix..));
+        let Some((prefix, suffix)) = ends else { return &[] };
+        let children = self.by_ends.get(&self.hasher.hash_one((Some(prefix), Some(suffix))));
+        children.map_or(&[], |children| &self.children[children.clone()])
+    }
+}
+
+impl WildcardChild {
+    /// Whether a normalized segment matches. Its wildcards are appended to `params` then, as ranges of the path, in which the
+    /// segment starts at `start`. The first of several wildcards is as long as possible, then the second, and so on.
+    fn matches(&self, segment: &str, start: usize, params: &mut Vec<Range<usize>>) -> bool {
+        let [prefix, between @ .., suffix] = &*self.texts else { return false };
+        if !segment.starts_with(prefix.as_str()) || !segment.ends_with(suffix.as_str()) {
+            return false;
+        }
+        let params_before = params.len();
+        let begin = prefix.len();
+        // The end of the wildcard that is read: they are read from the last to the first.
+        let mut end = segment.len() - suffix.len();
+        if is_within_escape(segment, end) {
+            return false;
+        }
+        for text in between.iter().rev() {
+            // At least one byte is left for the wildcards before and behind the text.
+            let mut search_end = end.saturating_sub(1);
+            let at = loop {
+                let Some(at) = segment.get(begin + 1..search_end).and_then(|part| part.rfind(text.as_str())) else {
+                    return false;
+                };
+                let at = begin + 1 + at;
+                if !is_within_escape(segment, at) {
+                    break at;
+                }
+                search_end = at + text.len() - 1;
+            };
+            params.push(start + at + text.len()..start + end);
+            end = at;
+        }
+        if end <= begin {
+            return false;
+        }
+        params.push(start + begin..start + end);
+        params[params_before..].reverse();
+        true
+    }
+}
+
+/// Whether a position of a normalized segment is behind the `%` or the first digit of an escape: a text that begins there is
+/// a part of an encoded character.
+fn is_within_escape(segment: &str, at: usize) -> bool {
+    segment.as_bytes()[at.saturating_sub(2)..at].contains(&b'%')
+}
+
 impl Literals {
     fn get(&self, text: &str) -> Option<usize> {
         match self {
@@ -333,6 +493,13 @@ impl Tree {
         for segment in &path.segments {
             tree = match segment {
                 Segment::Literal(text) => tree.literals.entry(text.clone()).or_default(),
+                Segment::Wildcards(segment) => {
+                    &mut tree
+                        .wildcards
+                        .entry(segment.texts.clone())
+                        .or_insert((segment.specificity(), Tree::default()))
+                        .1
+                }
                 Segment::Param(_) => tree.param.get_or_insert_default(),
                 Segment::Rest(_) => return tree.catch_alls.push(candidate),
             };
@@ -408,15 +575,33 @@ fn method_matches(method: &Method, requested: &Method) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+    use transom_config::path::WildcardSegment;
     use transom_limiter::handles::Handle;
 
     fn pattern(text: &str) -> PathPattern {
         let segment = |segment: &str| match segment.strip_prefix('{').and_then(|s| s.strip_suffix('}')) {
-            Some(name) => match name.strip_prefix('*') {
+            Some(name) if !name.contains('{') => match name.strip_prefix('*') {
                 Some(rest) => Segment::Rest(rest.to_owned()),
                 None => Segment::Param(name.to_owned()),
             },
-            None => Segment::Literal(segment.to_owned()),
+            _ if segment.contains(['{', '*']) => {
+                let pieces = || segment.split(['{', '}']).flat_map(|piece| piece.split('*'));
+                let texts = pieces().step_by(2).map(str::to_owned).collect();
+                // With `*`, there are no names between the texts; the tests use one kind in a segment.
+                match segment.contains('{') {
+                    true => {
+                        let names = pieces().skip(1).step_by(2).map(|name| Some(name.to_owned())).collect();
+                        Segment::Wildcards(WildcardSegment { texts, names })
+                    }
+                    false => {
+                        let texts: Vec<String> = pieces().map(str::to_owned).collect();
+                        let names = vec![None; texts.len() - 1];
+                        Segment::Wildcards(WildcardSegment { texts, names })
+                    }
+                }
+            }
+            _ => Segment::Literal(segment.to_owned()),
         };
         PathPattern { text: text.to_owned(), segments: text[1..].split('/').map(segment).collect() }
     }
@@ -505,6 +690,164 @@ mod tests {
             let mut found = Vec::new();
             assert_eq!(router.find(&query, &mut found), Ok(Some(RouteId::at(index))), "{path}");
             assert_eq!(found, Vec::from_iter(params), "{path}");
+        }
+    }
+
+    #[test]
+    fn wildcards_match_a_part_of_a_segment() {
+        let routes = routes([
+            "- - /s/*.css",
+            "- - /v{n}/u/{id}.json",
+            "- - /f/{name}.{ext}",
+            "- - /e/{a}2{b}",
+            "- - /q/{id}%C3%A9",
+            "- - /m/{a}-{b}--{c}",
+        ]);
+        for (path, params) in [
+            ("/s/a.css", Some(vec!["a"])),
+            ("/s/a.css.css", Some(vec!["a.css"])),
+            ("/s/.css", None),
+            ("/s/a.cs", None),
+            ("/s/b/a.css", None),
+            ("/v1/u/7.json", Some(vec!["1", "7"])),
+            ("/v/u/7.json", None),
+            ("/f/archive.tar.gz", Some(vec!["archive.tar", "gz"])),
+            ("/f/..x", Some(vec![".", "x"])),
+            ("/f/...", Some(vec![".", "."])),
+            ("/f/..", None),
+            ("/f/x.", None),
+            ("/f/.x", None),
+            // An encoded character is one character.
+            ("/e/%20x", None),
+            ("/e/%252x", Some(vec!["%25", "x"])),
+            ("/e/%20x2%20", Some(vec!["%20x", "%20"])),
+            ("/e/%20x%22", None),
+            ("/q/%C3%A9", None),
+            ("/q/%C3%A9%C3%A9", Some(vec!["%C3%A9"])),
+            ("/m/a-b--c--d", Some(vec!["a-b-", "c", "d"])),
+            ("/m/a---c", None),
+            ("/m/a-b--", None),
+        ] {
+            let params = params.map(|params| params.into_iter().map(str::to_owned).collect());
+            assert_eq!(found(&routes, "GET", "", path).map(|(_, params)| params), params, "{path}");
+        }
+    }
+
+    #[test]
+    fn longer_literal_text_precedes_and_a_parameter_follows() {
+        let mut texts = [
+            "- - /a.css",
+            "- - /{n}.min.css",
+            "- - /a{n}.css",
+            "- - /a*.css",
+            "- - /{n}.css",
+            "- - /a{n}",
+            "- - /{n}a",
+            "- - /{n}",
+            "- - /{*rest}",
+            "- - /a{x}b{y}c",
+            "- - /a{x}x{y}c",
+            "GET - /p{n}",
+            "- - /{n}q",
+        ];
+        for _ in 0..2 {
+            let routes = routes(texts);
+            let name = |method, path| name(&routes, method, "", path).unwrap();
+            assert_eq!(name("GET", "/a.css"), "- - /a.css");
+            assert_eq!(name("GET", "/ab.min.css"), "- - /{n}.min.css");
+            assert!(["- - /a{n}.css", "- - /a*.css"].contains(&name("GET", "/ab.css")));
+            assert_eq!(name("GET", "/b.css"), "- - /{n}.css");
+            assert_eq!(name("GET", "/aba"), "- - /a{n}", "the longer beginning");
+            assert_eq!(name("GET", "/b"), "- - /{n}");
+            assert_eq!(name("GET", "/b/c"), "- - /{*rest}");
+            assert_eq!(name("GET", "/aabbxxc"), "- - /a{x}b{y}c", "the first in the alphabet");
+            assert_eq!((name("GET", "/p1q"), name("PUT", "/p1q")), ("GET - /p{n}", "- - /{n}q"));
+            texts.reverse();
+        }
+    }
+
+    /// The captures of a segment with wildcards, the first as long as possible, by trying all of them.
+    fn captures(texts: &[String], segment: &str) -> Option<Vec<String>> {
+        let rest = segment.strip_prefix(texts[0].as_str())?;
+        if texts.len() == 1 {
+            return rest.is_empty().then(Vec::new);
+        }
+        let units: Vec<usize> = (1..=rest.len()).filter(|at| !rest[at.saturating_sub(2)..*at].contains('%')).collect();
+        units.into_iter().rev().find_map(|end| {
+            let others = captures(&texts[1..], &rest[end..])?;
+            Some([vec![rest[..end].to_owned()], others].concat())
+        })
+    }
+
+    /// The values of the parameters of a path that matches.
+    fn naive_match(pattern: &[Segment], path: &[&str]) -> Option<Vec<String>> {
+        let (values, ours, theirs) = match (pattern, path) {
+            ([], []) => return Some(Vec::new()),
+            ([Segment::Rest(_)], [_, ..]) => return Some(vec![path.join("/")]),
+            ([Segment::Literal(text), ours @ ..], [segment, theirs @ ..]) if text == segment => (vec![], ours, theirs),
+            ([Segment::Param(_), ours @ ..], [segment, theirs @ ..]) if !segment.is_empty() => {
+                (vec![(*segment).to_owned()], ours, theirs)
+            }
+            ([Segment::Wildcards(own), ours @ ..], [segment, theirs @ ..]) => {
+                (captures(&own.texts, segment)?, ours, theirs)
+            }
+            _ => return None,
+        };
+        Some([values, naive_match(ours, theirs)?].concat())
+    }
+
+    /// The order of precedence of a segment: the smallest comes first.
+    fn naive_order(segment: &Segment) -> (u8, Reverse<[usize; 3]>, Vec<String>) {
+        match segment {
+            Segment::Literal(_) => (0, Reverse([0; 3]), vec![]),
+            Segment::Wildcards(own) => (1, Reverse(own.specificity()), own.texts.clone()),
+            Segment::Param(_) => (2, Reverse([0; 3]), vec![]),
+            Segment::Rest(_) => (3, Reverse([0; 3]), vec![]),
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(150))]
+
+        /// The router finds the route that comes first if all routes are tried in the order of precedence.
+        #[test]
+        fn the_router_agrees_with_trying_all_routes(
+            paths in proptest::collection::vec(
+                (
+                    prop_oneof![3 => Just("-"), 1 => Just("GET"), 1 => Just("PUT")],
+                    prop_oneof![3 => Just("-"), 1 => Just("a.b")],
+                    proptest::collection::vec("(a|ab|b|\\{p\\}|a\\{p\\}|\\{p\\}b|\\{p\\}b\\{q\\}|a\\{p\\}b|a\\*b|\\*2|ab\\*|\\{p\\}a\\{q\\}b\\{r\\})", 1..4),
+                    prop_oneof![2 => Just(""), 1 => Just("/{*rest}")],
+                ),
+                1..24,
+            ),
+            requests in proptest::collection::vec(("[ab]{0,5}|[ab2]{0,2}%2[02][ab]{0,2}", "(/[ab2]{1,5}|/%20[ab]?){0,3}/?"), 20),
+        ) {
+            let texts: Vec<String> =
+                paths.iter().map(|(method, host, path, rest)| format!("{method} {host} /{}{rest}", path.join("/"))).collect();
+            let routes: IdVec<RouteId, Route> = texts.iter().map(|text| route(text)).collect::<Vec<_>>().into();
+            let router = Router::new(&routes, TrailingSlash::Keep);
+            for (first, rest) in &requests {
+                let path = format!("/{first}{rest}");
+                let segments: Vec<&str> = path[1..].split('/').collect();
+                for (method, host) in [("GET", "a.b"), ("PUT", "")] {
+                    let order = |route: &Route| {
+                        (route.hosts.is_empty(), route.path.segments.iter().map(naive_order).collect::<Vec<_>>(), route.methods.is_empty())
+                    };
+                    let expected = routes
+                        .enumerate()
+                        .filter(|(_, route)| route.methods.is_empty() || route.methods[0] == method)
+                        .filter(|(_, route)| route.hosts.is_empty() || route.hosts[0] == host)
+                        .filter_map(|(id, route)| Some((order(route), id, naive_match(&route.path.segments, &segments)?)))
+                        .min_by_key(|(order, id, _)| (order.clone(), *id));
+                    let method = Method::from_bytes(method.as_bytes()).unwrap();
+                    let query = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path: &path, secure: false };
+                    let mut params = Vec::new();
+                    let found = router.find(&query, &mut params).unwrap();
+                    let found = found.map(|id| (id, params.into_iter().map(|range| path[range].to_owned()).collect::<Vec<_>>()));
+                    prop_assert_eq!(found, expected.map(|(_, id, params)| (id, params)), "{} {} {:?}", method, path, texts);
+                }
+            }
         }
     }
 
