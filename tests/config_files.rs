@@ -146,6 +146,7 @@ fn completed(block: &str) -> String {
     let mut text = match block {
         _ if block.starts_with("[clients.") => CLIENTS.to_owned(),
         _ if block.starts_with("[[deny]]") => [DENY, CLIENTS, LOGIN].concat(),
+        _ if block.starts_with("servers = [") => String::from("[upstreams.api]\nservers_file = \"servers.toml\"\n"),
         _ => format!("{block}\n"),
     };
     if text.contains("[clients]") {
@@ -167,6 +168,8 @@ fn test_file_for(name: &Path, clients: &str, block: &str) -> io::Result<Vec<u8>>
         "clients.toml" => return Ok(clients.as_bytes().to_vec()),
         "access.toml" if block.starts_with("[[deny]]") => return Ok(block.as_bytes().to_vec()),
         "access.toml" => return Ok(Vec::new()),
+        "servers.toml" if block.starts_with("servers = [") => return Ok(block.as_bytes().to_vec()),
+        "servers.toml" => return Ok(b"servers = []".to_vec()),
         "fullchain.pem" | "client.pem" => "keys/tls-without-names.pem",
         "privkey.pem" | "client.key" => "keys/tls-other.key",
         "other.pem" => "keys/tls.pem",

@@ -680,8 +680,11 @@ async fn forward(
             // HTTP/1.0 has no 1xx responses (RFC 9110, 15.2).
             let informational = (request.version() >= Version::HTTP_11).then(|| Rc::clone(&peer.informational));
             // Only HTTP/1.0 requests may lack Host.
-            if informational.is_none() && !request.headers().contains_key(header::HOST) {
-                request.headers_mut().insert(header::HOST, servers.authority());
+            if informational.is_none()
+                && !request.headers().contains_key(header::HOST)
+                && let Some(authority) = servers.authority()
+            {
+                request.headers_mut().insert(header::HOST, authority);
             }
             *request.version_mut() = Version::HTTP_11;
             let traits = RequestTraits::of(&request, plan.server_key);

@@ -430,6 +430,15 @@ impl WorkerConfig {
         self.scratch.borrow_mut()
     }
 
+    /// Closes the idle connections to servers that `next` does not use. Requests in flight end under this view.
+    pub fn retire_servers(&self, next: &WorkerConfig) {
+        for (name, (.., server_pool)) in &self.server_pools {
+            if !next.server_pools.get(name).is_some_and(|(.., kept)| Rc::ptr_eq(kept, server_pool)) {
+                server_pool.pool.retire();
+            }
+        }
+    }
+
     /// Closes upstream connections that have been idle for longer than `timeouts.upstream_idle`.
     pub fn close_idle_connections(&self) {
         let limit = self.served.config.timeouts.upstream_idle;

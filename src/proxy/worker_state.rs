@@ -132,6 +132,7 @@ impl WorkerState {
         let previous = self.config();
         let (id, registry, clock) = (self.worker_id, &self.registry, &self.clock);
         let config = WorkerConfig::new(id, registry, clock, served, outputs, Some(&previous));
+        previous.retire_servers(&config);
         *self.config.borrow_mut() = Rc::new(config);
     }
 

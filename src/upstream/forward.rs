@@ -155,9 +155,9 @@ impl Forwarder {
         }
     }
 
-    /// The Host field for requests without one.
-    pub fn authority(&self) -> HeaderValue {
-        self.load_balancer.servers()[ServerId::FIRST].pool.authority()
+    /// The Host field for requests without one; `None` without servers.
+    pub fn authority(&self) -> Option<HeaderValue> {
+        Some(self.load_balancer.servers().get(ServerId::FIRST)?.pool.authority())
     }
 
     /// Sends a request to one of the servers and returns the head of the response. The request is boxed because it is
@@ -239,8 +239,11 @@ impl Forwarder {
         }
     }
 
-    /// Admits a request, unless too many are in flight.
+    /// Admits a request, unless there is no server, or too many are in flight.
     fn begin(&self, traits: RequestTraits, limits: &Timeouts) -> Result<Forwarding, RequestError> {
+        let Some(first) = self.load_balancer.servers().get(ServerId::FIRST) else {
+            return Err(RequestError::NoServer);
+        };
         let permit = match self.upstream_health.policy.max_requests {
             None => None,
             Some(max) => match self.upstream_health.request_limit.acquire_request(max) {
@@ -253,7 +256,7 @@ impl Forwarder {
         let attempts = |retries: &Retries| retries.attempts.map_or_else(default, |attempts| attempts as usize);
         let left = self.upstream_health.policy.retries.as_ref().map_or(0, attempts);
         let deadline = limits.request.map(|limit| self.clock.instant() + limit);
-        let is_exclusive = traits.is_upgrade && !self.load_balancer.servers()[ServerId::FIRST].pool.is_http2();
+        let is_exclusive = traits.is_upgrade && !first.pool.is_http2();
         Ok(Forwarding {
             traits,
             tried: TriedServers::new(),

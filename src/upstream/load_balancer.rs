@@ -114,7 +114,7 @@ impl LoadBalancer {
         &self.servers
     }
 
-    /// The server for the first attempt.
+    /// The server for the first attempt. There must be one.
     pub fn choose_first(&self, upstream_health: &Arc<UpstreamHealth>, traits: RequestTraits, clock: &Clock) -> Choice {
         if self.servers.len() == 1 {
             return Choice { server: ServerId::FIRST, reason: ChoiceReason::Available };

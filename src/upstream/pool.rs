@@ -151,6 +151,14 @@ impl ConnectionPool {
         drop(oldest);
     }
 
+    /// Closes the idle connections, and keeps none from now on. Requests in flight end.
+    pub fn retire(&self) {
+        self.idle_max.set(0);
+        let idle = self.idle.take();
+        let http2 = self.http2.take();
+        drop((idle, http2));
+    }
+
     /// Keeps a connection whose last response has ended, if another request can follow.
     pub fn put_idle(&self, mut connection: Box<Http1Connection>) {
         let mut idle = self.idle.borrow_mut();

@@ -127,9 +127,14 @@ impl UpstreamHealth {
         let request_limit = previous.map_or_else(Arc::default, |previous| Arc::clone(&previous.request_limit));
         let mut states_by_url = shared.lock();
         states_by_url.retain(|_, state| state.strong_count() > 0);
+        // A server that is added to others starts slowly.
+        let is_added = previous.is_some_and(|previous| !previous.servers.is_empty());
         let mut state = |server: &Server| {
             states_by_url.get(&server.url).and_then(Weak::upgrade).unwrap_or_else(|| {
                 let state = Arc::new(ServerState::new(ServerMetrics::new(registry, &upstream.name, &server.url)));
+                if is_added {
+                    state.returned_ms.store(shared.elapsed_ms(now), Relaxed);
+                }
                 states_by_url.insert(server.url.clone(), Arc::downgrade(&state));
                 state
             })
@@ -175,8 +180,7 @@ impl UpstreamHealth {
     }
 
     pub fn elapsed_ms(&self, now: Instant) -> u64 {
-        // From 1, because 0 means no time.
-        now.saturating_duration_since(self.shared.origin).as_millis() as u64 + 1
+        self.shared.elapsed_ms(now)
     }
 
     pub fn status(&self, server: ServerId, now_ms: u64) -> ServerStatus {
@@ -386,6 +390,11 @@ impl SharedState {
         SharedState { origin: now, changes: AtomicU64::new(0), states_by_url: Mutex::default() }
     }
 
+    fn elapsed_ms(&self, now: Instant) -> u64 {
+        // From 1, because 0 means no time.
+        now.saturating_duration_since(self.origin).as_millis() as u64 + 1
+    }
+
     fn lock(&self) -> MutexGuard<'_, StatesByUrl> {
         self.states_by_url.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -406,7 +415,8 @@ struct ServerState {
     failures_in_a_row: AtomicU32,
     /// The end of the ejection, in milliseconds since the origin, when one request tries the server. 0: not ejected.
     ejected_until_ms: AtomicU64,
-    /// When the last ejection or outage ended, in milliseconds since the origin; 0: there was none.
+    /// When the last ejection or outage ended, or the server was added to others, in milliseconds since the origin; 0: there
+    /// was none.
     returned_ms: AtomicU64,
     /// Ejections in a row, which lengthen the next one.
     ejections_in_a_row: AtomicU32,
@@ -619,6 +629,22 @@ mod tests {
         assert!(!is_out(&upstream_health, other(), now));
         fail(&upstream_health, other(), 1, now);
         assert!(is_out(&upstream_health, other(), now));
+    }
+
+    #[test]
+    fn an_added_server_starts_slowly() {
+        let now = Clock::manual(0).instant();
+        let first = upstream_health(1, ejection(50), None, now);
+        assert_eq!(first.status(FIRST, first.elapsed_ms(now)), ServerStatus::InUse(2048));
+        let second = upstream_health(2, ejection(50), Some(&first), now);
+        let weight = |server, after: u32| second.status(server, second.elapsed_ms(now + after * MS));
+        assert_eq!((weight(FIRST, 0), weight(other(), 0)), (ServerStatus::InUse(2048), ServerStatus::SlowStart(204)));
+        assert_eq!(weight(other(), 100), ServerStatus::InUse(2048));
+        // There was no other server.
+        let empty = upstream_health(0, ejection(50), Some(&second), now);
+        drop((first, second));
+        let filled = upstream_health(2, ejection(50), Some(&empty), now);
+        assert_eq!(filled.status(other(), filled.elapsed_ms(now)), ServerStatus::InUse(2048));
     }
 
     #[test]

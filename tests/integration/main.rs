@@ -106,6 +106,7 @@ mod request_validation;
 mod retries;
 mod routing;
 mod schema;
+mod servers_file;
 mod shared_clients;
 mod shared_cluster;
 mod shared_costs;

@@ -75,7 +75,8 @@ fn taplo(schema: Option<&Path>, files: &[String]) -> (bool, String) {
     (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-/// The TOML of fenced blocks and of values in YAML, each as a file. Blocks of clients files and access files are left out.
+/// The TOML of fenced blocks and of values in YAML, each as a file. Blocks of clients files, access files and servers files are left
+/// out.
 fn embedded_toml(scratch: &TempDir) -> Vec<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folders = ["docs/guides", "docs/reference", "docs/explanation", "deploy/kubernetes"];
@@ -93,7 +94,7 @@ fn embedded_toml(scratch: &TempDir) -> Vec<String> {
                 false => !line.trim_start().starts_with("```"),
             };
             let block: Vec<&str> = lines.clone().take_while(is_inside).collect();
-            if !["[clients.", "[[deny]]"].iter().any(|table| block.concat().starts_with(table)) {
+            if !["[clients.", "[[deny]]", "servers = ["].iter().any(|table| block.concat().starts_with(table)) {
                 let name = format!("{}-{}.toml", page.file_stem().unwrap().to_str().unwrap(), files.len());
                 files.push(scratch.write(&name, block.join("\n")).display().to_string());
             }

@@ -14,6 +14,7 @@ use super::diagnostics::{Parsed, Report, quoted, quoted_list};
 use super::host::{SERVICE_FIX, parse_authority, parse_socket_path};
 use super::key;
 use super::key_kind::{KINDS, KeyKind};
+use super::named_file::read_named_file;
 use super::settings::{
     Choice, Custom, DAY_MS, Inline, InlineOrFalse, Integer, Kind, Optional, Percent, Required, Section, Shape, Text,
     Time, TimeOrZero, Word,
@@ -30,6 +31,9 @@ const COUNT_MAX: u64 = 1_000_000;
 const HTTP: (&str, u16) = ("http", 80);
 const SERVERS_EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
 const SERVER_FIX: &str = "write `{ url = \"http://127.0.0.1:9001\", weight = 3 }`";
+/// In messages.
+const SERVERS_FILE: &str = "the servers file";
+const NEW_SERVERS_FILE: &str = "echo 'servers = []' > servers.toml";
 const HASH_EXAMPLE: &str = "{ hash = \"ip\" }";
 const CAUSES: [&str; 3] = ["connect-failure", "reset", "timeout"];
 
@@ -132,14 +136,16 @@ settings! {
     /// Servers of an upstream and connections to them, as written in the file.
     pub struct ServerSettings {
         /// `"http://HOST[:PORT]"`, `"https://HOST[:PORT]"`, `"unix:/PATH/OF/SOCKET"`. `weight` (default 1): share of the
-        /// requests, relative to the other servers. Required, unless `builtin` is set.
+        /// requests, relative to the other servers. Required, unless `servers_file` or `builtin` is set.
         servers: Option<IdVec<ServerId, Server>> = Optional(Custom::or_empty(
             || Shape::OneOrList(Box::new(Shape::described(
                 "URL, `{ url = URL, weight = 1 to 1000 }`,",
                 Shape::AnyOf(vec![Shape::Text("URL"), Shape::Table(WeightedServer::settings())]),
             ))),
-            read_servers,
+            |item, report| read_servers(item, report, false),
         ));
+        /// [File with `servers`](#servers-in-a-file), which is followed.
+        servers_file: Option<SpannedString> = Text("path of a file", "\"servers.toml\"");
         /// `"echo"`: an upstream without servers, which responds with the request that it received.
         builtin: Option<()> = Optional(Choice((), &[("echo", ())]));
         /// `"auto"`: an `https` server chooses (HTTP/2 if it can), others get HTTP/1.1. `"http2"` without TLS uses prior
@@ -193,13 +199,26 @@ fn read_upstream(
     report: &mut Report,
 ) -> (ServerSettings, Option<ClientTls>, UpstreamPolicy) {
     let span = table.span.clone();
-    let settings = ServerSettings::read(&mut table, report);
+    let mut settings = ServerSettings::read(&mut table, report);
     let policy = UpstreamPolicy::read(&mut table, report);
     let given: Vec<Item> = table.items();
-    let (servers, builtin, tls) = (table.given("servers"), table.given("builtin"), table.given("tls"));
+    let (servers, file) = (table.given("servers"), table.given("servers_file"));
+    let (builtin, tls) = (table.given("builtin"), table.given("tls"));
     let is_misspelled = !table.finish(report).is_empty();
     let mut client_tls = None;
-    match (builtin, servers) {
+    let is_file = file.is_some();
+    if let (Some(file), Some(_)) = (&file, &servers) {
+        let message = "`servers` and `servers_file` are both given";
+        report.missing(file.key_span.clone(), message, "remove one of the two");
+    } else if let Some(file) = &settings.servers_file {
+        let read = |top: &mut Table, report: &mut Report| {
+            let item = top.require("servers", "write `servers = []` for a list without servers");
+            item.and_then(|item| read_servers(&item, report, true))
+        };
+        settings.servers =
+            read_named_file(file, SERVERS_FILE, NEW_SERVERS_FILE, report, read).and_then(|(_, list)| list);
+    }
+    match (builtin, servers.or(file)) {
         (None, None) if is_misspelled => {}
         (None, None) => {
             let fix =
@@ -207,7 +226,8 @@ fn read_upstream(
             report.missing(span, "the upstream has no `servers`", fix);
         }
         (Some(builtin), Some(_)) => {
-            let message = "`servers` and `builtin` are both given";
+            let servers = if is_file { "servers_file" } else { "servers" };
+            let message = format!("`{servers}` and `builtin` are both given");
             report.missing(builtin.key_span, message, "remove this line to use the servers");
         }
         (Some(_), None) => {
@@ -222,12 +242,12 @@ fn read_upstream(
             let uses_https =
                 |servers: &IdVec<ServerId, Server>| servers.iter().any(|server| server.scheme == Scheme::Https);
             match (settings.servers.as_ref().map(uses_https), tls) {
-                (Some(false), Some(tls)) => {
+                (Some(false), Some(tls)) if !is_file => {
                     let message = "`tls` has no effect: no server uses `https`";
                     report.missing(tls.key_span, message, "remove it, or write `https://` in `servers`");
                 }
                 (Some(false) | None, None) => {}
-                (Some(true) | None, tls) => {
+                (_, tls) => {
                     let own = settings.tls.clone().unwrap_or_default();
                     client_tls = ClientTls::new(&own, tls.map_or(item.span, |tls| tls.span), roots, report);
                 }
@@ -237,10 +257,10 @@ fn read_upstream(
     (settings, client_tls, policy)
 }
 
-/// Reads servers: each is a URL, or a table with `url` and `weight`.
-fn read_servers(item: &Item, report: &mut Report) -> Option<IdVec<ServerId, Server>> {
+/// Reads servers: each is a URL, or a table with `url` and `weight`. Only a list that changes `may_be_empty`.
+fn read_servers(item: &Item, report: &mut Report, may_be_empty: bool) -> Option<IdVec<ServerId, Server>> {
     let items = item.one_or_all();
-    if items.is_empty() {
+    if items.is_empty() && !may_be_empty {
         report.problem(item.span.clone(), "`servers` is an empty list", item.fix_with(SERVERS_EXAMPLE));
     }
     let mut servers: IdVec<ServerId, Server> = IdVec::new();
@@ -259,7 +279,7 @@ fn read_servers(item: &Item, report: &mut Report) -> Option<IdVec<ServerId, Serv
         }
         servers.push(Server { url: url.text, scheme, host, port, weight });
     }
-    (!servers.is_empty()).then_some(servers)
+    (may_be_empty || !servers.is_empty()).then_some(servers)
 }
 
 /// Parses the URL of a server into scheme, host in lower case, and port.
@@ -328,7 +348,8 @@ settings! {
         /// [Retries](#retries).
         retries: Option<Retries> =
             InlineOrFalse(Inline::<Retries>::or("write `retries = { attempts = 2 }`, or `retries = false`"));
-        /// Time over which the weight of a server grows from a tenth to the full weight after it was unhealthy or ejected.
+        /// Time over which the weight of a server grows from a tenth to the full weight after it was unhealthy or ejected, or
+        /// was added to other servers.
         slow_start: Duration = TimeOrZero(30 * SECOND);
         /// Requests in flight to the upstream, until the end of their responses, in the whole process. Further requests get
         /// 503 at once.

@@ -127,6 +127,8 @@ pub enum RequestError {
     RequestTimeout,
     /// The request limit of the upstream is reached.
     Overloaded,
+    /// The list of the upstream's servers is empty at the moment.
+    NoServer,
     /// The shared store is unreachable, and the rule refuses requests that it cannot count.
     StoreUnavailable,
     /// The key set that verifies tokens was not fetched yet, or too long ago.
@@ -258,6 +260,7 @@ error_kinds! {
     OriginalRequest    "original_request"     Client   400 Internal          Quiet   true,
     CredentialsMissing "credentials_missing"  Client   401 Unauthenticated   Quiet   false,
     Denied             "denied"               Client   403 PermissionDenied  Quiet   false,
+    NoServer           "no_server"            Upstream 503 Unavailable       Warning false,
 }
 
 impl RequestError {
@@ -405,6 +408,7 @@ impl fmt::Display for RequestError {
             RequestError::ResponseTimeout => f.write_str("the upstream server took too long to respond"),
             RequestError::RequestTimeout => f.write_str("the request took too long"),
             RequestError::Overloaded => f.write_str("the upstream has too many requests at the moment"),
+            RequestError::NoServer => f.write_str("the upstream has no server at the moment"),
             RequestError::StoreUnavailable => f.write_str("the limits cannot be checked at the moment"),
             RequestError::KeySetUnavailable => {
                 f.write_str("the keys that verify tokens are not available at the moment")
