@@ -288,8 +288,8 @@ object! {
 
 object! {
     SERVER = "Server" {
-        required("url", Text), required("weight", Integer), required("effective_weight", Number), required("state", Text),
-        required("failures_in_a_row", Integer),
+        required("url", Text), required("weight", Integer), required("backup", Boolean), required("effective_weight", Number),
+        required("state", Text), required("failures_in_a_row", Integer),
     }
 }
 

@@ -249,7 +249,7 @@ impl WorkerConfig {
                 let mut server_pool = |server: &Server| {
                     let name = (upstream.name.clone(), server.url.clone());
                     let is_same = |(previous, transport, _): &&(Server, TransportSettings, _)| {
-                        previous.equals_except_weight(server) && *transport == upstream.transport
+                        previous.has_same_connections(server) && *transport == upstream.transport
                     };
                     let same = previous.and_then(|previous| previous.server_pools.get(&name)).filter(is_same);
                     let server_pool = same.map_or_else(

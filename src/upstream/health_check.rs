@@ -61,7 +61,7 @@ pub async fn run(mut upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,
                 let name = (upstream_health.name.clone(), server.url.clone());
                 let reports_to = (Arc::clone(upstream_health), id);
                 let is_same = |server_checks: &CheckedServer| {
-                    server_checks.server.equals_except_weight(server)
+                    server_checks.server.has_same_connections(server)
                         && server_checks.transport == upstream_health.transport
                         && server_checks.health == *health
                 };

@@ -4,7 +4,7 @@
 //! that no server has changed; only while a server is ejected, failing or in slow start does a choice read the clock
 //! and each server's state. A server whose ejection time is over gets one request as a trial. That request must be
 //! repeatable, so that a failed trial costs the client nothing. Ejected servers also get requests where no other server
-//! is known to work.
+//! is known to work. Servers of a priority (back-up servers) get requests only while no server of a smaller one works.
 
 use std::cell::{Cell, RefCell};
 use std::num::NonZeroU64;
@@ -29,6 +29,8 @@ pub struct LoadBalancer {
     servers: IdVec<ServerId, Rc<ServerPool>>,
     /// Hashes of the servers' URLs; equal on all gateways, so that they choose alike.
     name_hashes: Vec<u64>,
+    /// The priorities of the servers, the smallest first.
+    priorities: SmallVec<[u16; 2]>,
     view: RefCell<ServersView>,
     /// The number of changes when the view was refreshed.
     seen_changes: Cell<u64>,
@@ -42,6 +44,8 @@ struct ServersView {
     weights: IdVec<ServerId, u32>,
     statuses: IdVec<ServerId, ServerStatus>,
     turns: Vec<i64>,
+    /// The priority of the servers that are chosen.
+    priority: u16,
 }
 
 impl ServersView {
@@ -97,13 +101,19 @@ fn is_idempotent(method: &Method) -> bool {
 impl LoadBalancer {
     pub fn new(upstream_health: &UpstreamHealth, servers: IdVec<ServerId, Rc<ServerPool>>) -> LoadBalancer {
         let count = servers.len();
+        let mut priorities: SmallVec<[u16; 2]> =
+            upstream_health.servers.iter().map(|known| known.server.priority).collect();
+        priorities.sort_unstable();
+        priorities.dedup();
         LoadBalancer {
             servers,
+            priorities,
             name_hashes: upstream_health.servers.iter().map(|known| Seed::SHARED.hash(&[&known.server.url])).collect(),
             view: RefCell::new(ServersView {
                 weights: vec![0; count].into(),
                 statuses: vec![ServerStatus::Unhealthy; count].into(),
                 turns: vec![0; count],
+                priority: 0,
             }),
             seen_changes: Cell::new(0),
             is_settled: Cell::new(false),
@@ -133,7 +143,7 @@ impl LoadBalancer {
 
     /// The server for a retry. In this order: one that was not tried and works, first those whose last request did not
     /// fail; one that was not tried and is ejected, which may work again; one that was not tried and is failing; one
-    /// that was tried and is in use; any.
+    /// that was tried and is in use; any. Among these, those of the smallest priority.
     pub fn choose_next(
         &self,
         upstream_health: &Arc<UpstreamHealth>,
@@ -144,17 +154,24 @@ impl LoadBalancer {
         let mut view = self.view.borrow_mut();
         self.refresh(upstream_health, &mut view, upstream_health.elapsed_ms(now));
         let is_untried = |server| !tried.contains(&server);
-        let mut pick = |may: &dyn Fn(ServerId, ServerStatus) -> bool| {
+        let mut pick_of = |priority: u16, may: &dyn Fn(ServerId, ServerStatus) -> bool| {
+            let may = |server, state| upstream_health.priority(server) == priority && may(server, state);
             self.pick_where(upstream_health, &mut view, traits.hash_key, may)
         };
-        let server =
-            pick(&|server, state| is_untried(server) && is_working(state) && !upstream_health.failed_last(server))
-                .or_else(|| pick(&|server, state| is_untried(server) && is_working(state)))
-                .or_else(|| pick(&|server, state| is_untried(server) && matches!(state, ServerStatus::Ejected(_))))
-                .or_else(|| pick(&|server, state| is_untried(server) && matches!(state, ServerStatus::Failing(_))))
-                .or_else(|| pick(&|_, state| is_working(state) || matches!(state, ServerStatus::Failing(_))))
-                .or_else(|| pick(&|server, _| is_untried(server)))
-                .or_else(|| pick(&|_, _| true));
+        let works = |server, state| is_untried(server) && is_working(state);
+        let working = self.priorities.iter().find_map(|priority| {
+            pick_of(*priority, &|server, state| works(server, state) && !upstream_health.failed_last(server))
+                .or_else(|| pick_of(*priority, &works))
+        });
+        let mut pick = |may: &dyn Fn(ServerId, ServerStatus) -> bool| {
+            self.priorities.iter().find_map(|priority| pick_of(*priority, may))
+        };
+        let server = working
+            .or_else(|| pick(&|server, state| is_untried(server) && matches!(state, ServerStatus::Ejected(_))))
+            .or_else(|| pick(&|server, state| is_untried(server) && matches!(state, ServerStatus::Failing(_))))
+            .or_else(|| pick(&|_, state| is_working(state) || matches!(state, ServerStatus::Failing(_))))
+            .or_else(|| pick(&|server, _| is_untried(server)))
+            .or_else(|| pick(&|_, _| true));
         view.choice(server.unwrap_or(ServerId::FIRST))
     }
 
@@ -182,19 +199,23 @@ impl LoadBalancer {
             let state = upstream_health.status(server, now_ms);
             view.statuses[server] = state;
             is_settled &= matches!(state, ServerStatus::InUse(_) | ServerStatus::Unhealthy);
-            view.weights[server] = match state {
+        }
+        let smallest = |may: fn(ServerStatus) -> bool| {
+            let servers = self.servers.ids().filter(|server| may(view.statuses[*server]));
+            servers.map(|server| upstream_health.priority(server)).min()
+        };
+        let working = smallest(is_working);
+        // If no server is known to work, ejected servers may; if all are unhealthy, any may.
+        let usable = working.or_else(|| smallest(|state| state != ServerStatus::Unhealthy));
+        view.priority = usable.or_else(|| smallest(|_| true)).unwrap_or(0);
+        for server in self.servers.ids() {
+            view.weights[server] = match view.statuses[server] {
+                _ if upstream_health.priority(server) != view.priority => 0,
                 ServerStatus::InUse(weight) | ServerStatus::SlowStart(weight) | ServerStatus::Failing(weight) => weight,
+                ServerStatus::Ejected(_) if working.is_none() => upstream_health.full_weight(server),
+                ServerStatus::Unhealthy if usable.is_none() => upstream_health.full_weight(server),
                 ServerStatus::Ejected(_) | ServerStatus::Unhealthy => 0,
             };
-        }
-        if !view.statuses.iter().any(|state| is_working(*state)) {
-            // No server is known to work. Ejected servers may work; if all are unhealthy, any may.
-            let all_down = view.statuses.iter().all(|state| *state == ServerStatus::Unhealthy);
-            for (server, state) in view.statuses.enumerate() {
-                if matches!(state, ServerStatus::Ejected(_)) || all_down {
-                    view.weights[server] = upstream_health.full_weight(server);
-                }
-            }
         }
         self.is_settled.set(is_settled);
     }
@@ -209,14 +230,19 @@ impl LoadBalancer {
     ) -> Option<ServerId> {
         let ejection_ms =
             upstream_health.policy.ejection.as_ref().map_or(0, |ejection| ejection.time.as_millis() as u64);
-        let due = self.servers.ids().find(|server| view.statuses[*server] == ServerStatus::Ejected(0))?;
+        let priority = |server| upstream_health.priority(server);
+        // A back-up server has no trial while others work.
+        let is_due = |server: &ServerId| {
+            view.statuses[*server] == ServerStatus::Ejected(0) && priority(*server) <= view.priority
+        };
+        let due = self.servers.ids().find(is_due)?;
         if !traits.is_repeatable && upstream_health.trial_overdue_ms(due, now_ms) < ejection_ms {
             return None;
         }
         if let (LoadBalancing::Hash(_), Some(_)) = (&upstream_health.policy.balance, traits.hash_key) {
             // A key of another server stays with that server.
-            let may =
-                |server, state| server == due || !matches!(state, ServerStatus::Ejected(_) | ServerStatus::Unhealthy);
+            let is_in_use = |state| !matches!(state, ServerStatus::Ejected(_) | ServerStatus::Unhealthy);
+            let may = |server, state| server == due || priority(server) == priority(due) && is_in_use(state);
             if self.pick_where(upstream_health, view, traits.hash_key, may) != Some(due) {
                 return None;
             }
@@ -346,7 +372,16 @@ fn mix(bits: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::upstream::pool::ConnectionPool;
+    use crate::upstream::server_health::AttemptResult;
+    use transom_config::upstream::{
+        Ejection, HostField, Server, Target, TransportSettings, Upstream, UpstreamPolicy, UpstreamProtocol, parse_url,
+    };
+    use transom_runtime::metrics::upstream::ActiveGauge;
+    use transom_runtime::metrics::{Registry, WorkerId};
 
     /// Random numbers with a fixed seed.
     fn chance() -> impl FnMut(u64) -> u64 {
@@ -362,6 +397,108 @@ mod tests {
 
     fn names(servers: u64) -> Vec<u64> {
         (1..=servers).map(|n| mix(n << 32)).collect()
+    }
+
+    /// Servers of these priorities, which are ejected after three failures.
+    fn with_priorities(priorities: &[u16], clock: &Clock) -> (Arc<UpstreamHealth>, LoadBalancer) {
+        let server = |(at, priority): (usize, &u16)| {
+            let (server, _) = parse_url(&format!("http://127.0.0.1:{}", 1000 + at), "a server", "").unwrap();
+            Server { priority: *priority, ..server }
+        };
+        let transport = TransportSettings {
+            protocol: UpstreamProtocol::Auto,
+            host: HostField::Keep,
+            tls: None,
+            resolve: Duration::from_secs(1),
+        };
+        let ejection = Ejection { failures: 3, time: Duration::from_secs(1), ..Ejection::default() };
+        let policy = UpstreamPolicy {
+            balance: LoadBalancing::RoundRobin,
+            ejection: Some(ejection),
+            slow_start: Duration::ZERO,
+            ..UpstreamPolicy::default()
+        };
+        let servers: IdVec<ServerId, Server> = priorities.iter().enumerate().map(server).collect();
+        let (name, target) = ("u".to_owned(), Target::Servers(servers.clone()));
+        let upstream = Upstream { name, target, policy, transport };
+        let registry = Registry::default();
+        let upstream_health = Arc::new(UpstreamHealth::new(&upstream, None, &registry, 1, clock.instant()));
+        let pool = |server: &Server| {
+            let pool = ConnectionPool::new(server.clone(), &upstream.transport, None, clock.clone());
+            ServerPool::new(pool, ActiveGauge::new(&registry, WorkerId::PROCESS, "u", &server.url))
+        };
+        let load_balancer = LoadBalancer::new(&upstream_health, servers.iter().map(pool).collect());
+        (upstream_health, load_balancer)
+    }
+
+    const TRAITS: RequestTraits = RequestTraits { hash_key: None, is_repeatable: true, is_upgrade: false };
+    const FAILURE: AttemptResult = AttemptResult::Failure;
+
+    /// The servers that get requests, one after the other.
+    fn chosen(load_balancer: &LoadBalancer, upstream_health: &Arc<UpstreamHealth>, clock: &Clock) -> Vec<usize> {
+        let choose = || load_balancer.choose_first(upstream_health, TRAITS, clock).server.index();
+        let mut chosen: Vec<usize> = (0..8).map(|_| choose()).collect();
+        chosen.sort_unstable();
+        chosen.dedup();
+        chosen
+    }
+
+    #[test]
+    fn a_backup_server_gets_requests_only_while_no_other_works() {
+        let clock = Clock::manual(0);
+        let (upstream_health, load_balancer) = with_priorities(&[0, 0, 1, 1], &clock);
+        let set = |server: usize, up: bool| upstream_health.set_healthy(ServerId::at(server), up, clock.instant(), "");
+        let fail = |server: usize| {
+            let fail =
+                || upstream_health.report(ServerId::at(server), FAILURE, ChoiceReason::Available, || clock.instant());
+            (0..3).for_each(|_| fail());
+        };
+        let chosen = || chosen(&load_balancer, &upstream_health, &clock);
+        assert_eq!(chosen(), [0, 1]);
+        set(0, false);
+        assert_eq!(chosen(), [1]);
+        // A retry takes the other server first, whose last request has failed, and then a back-up server.
+        let next = |tried: &[usize]| {
+            let tried = tried.iter().map(|server| ServerId::at(*server)).collect();
+            load_balancer.choose_next(&upstream_health, TRAITS, &tried, clock.instant()).server.index()
+        };
+        set(0, true);
+        upstream_health.report(ServerId::FIRST, FAILURE, ChoiceReason::Available, || clock.instant());
+        assert_eq!(next(&[1]), 0);
+        assert!(next(&[0, 1]) >= 2);
+        // One is ejected, and the other unhealthy.
+        fail(0);
+        set(1, false);
+        assert_eq!(chosen(), [2, 3]);
+        set(2, false);
+        assert_eq!(chosen(), [3]);
+        // Nothing works: first the server that may work again.
+        set(3, false);
+        assert_eq!(chosen(), [0]);
+        set(0, false);
+        assert_eq!(chosen(), [0, 1]);
+        set(3, true);
+        assert_eq!(chosen(), [3]);
+        set(1, true);
+        assert_eq!(chosen(), [1]);
+    }
+
+    #[test]
+    fn an_ejected_backup_server_has_no_trial_while_others_work() {
+        let clock = Clock::stepped(0, Clock::manual(0).instant());
+        let (upstream_health, load_balancer) = with_priorities(&[0, 1], &clock);
+        let backup = ServerId::at(1);
+        let report = |result| upstream_health.report(backup, result, ChoiceReason::Available, || clock.instant());
+        (0..3).for_each(|_| report(FAILURE));
+        clock.advance(Duration::from_secs(1));
+        assert_eq!(
+            upstream_health.status(backup, upstream_health.elapsed_ms(clock.instant())),
+            ServerStatus::Ejected(0)
+        );
+        assert_eq!(chosen(&load_balancer, &upstream_health, &clock), [0]);
+        upstream_health.set_healthy(ServerId::FIRST, false, clock.instant(), "");
+        let choice = load_balancer.choose_first(&upstream_health, TRAITS, &clock);
+        assert_eq!((choice.server, choice.reason), (backup, ChoiceReason::Trial));
     }
 
     #[test]

@@ -210,6 +210,11 @@ impl UpstreamHealth {
         self.servers[server].state.failures_in_a_row.load(Relaxed) != 0
     }
 
+    /// The server is used only while no server with a smaller number works.
+    pub fn priority(&self, server: ServerId) -> u16 {
+        self.servers[server].server.priority
+    }
+
     pub fn full_weight(&self, server: ServerId) -> u32 {
         self.servers[server].server.weight * WEIGHT_UNIT
     }
@@ -372,6 +377,7 @@ impl UpstreamHealth {
             json!({
                 "url": server.url,
                 "weight": server.weight,
+                "backup": server.is_backup(),
                 "effective_weight": f64::from(weight) / f64::from(WEIGHT_UNIT),
                 "state": status,
                 "failures_in_a_row": state.failures_in_a_row.load(Relaxed),
@@ -473,6 +479,7 @@ mod tests {
             host: "a".to_owned(),
             port,
             weight: 2,
+            priority: 0,
         };
         let policy = UpstreamPolicy { ejection: Some(ejection), slow_start: 100 * MS, ..UpstreamPolicy::default() };
         let servers = (1..=count).map(server).collect();

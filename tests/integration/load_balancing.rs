@@ -42,6 +42,39 @@ fn round_robin_follows_weights() {
 }
 
 #[test]
+fn a_backup_server_is_used_only_while_no_other_is_available() {
+    let server = |number: &'static str| {
+        move |connection: &mut crate::support::upstream::Connection| {
+            while connection.read_request().is_some() && connection.reply(200, &[], number.as_bytes()) {}
+        }
+    };
+    let (first, backup) = (Upstream::with_script(server("first")), Upstream::with_script(server("backup")));
+    let address = first.address;
+    let toml = format!(
+        "[upstreams.u]\nservers = [\"http://{address}\", {{ url = \"http://{}\", backup = true, weight = 9 }}]\n\
+         health = {{ path = \"/health\", interval = \"50ms\", unhealthy_after = 1, healthy_after = 1 }}\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        backup.address
+    );
+    let gateway = Gateway::start(&toml);
+    let mut client = gateway.client();
+    let is_up = |up: u64| {
+        let url = format!("http://{address}");
+        gateway.metrics().sum("transom_upstream_server_up", &[("server", &url)]) == up
+    };
+    let mut responses = |number| (0..20).all(|_| client.get("/a").expect(200).text() == number);
+    assert!(responses("first"));
+    drop(first);
+    // Retries first, then the health checks.
+    assert!(responses("backup"));
+    eventually("the server is unhealthy", || is_up(0));
+    assert!(responses("backup"));
+    let _first = Upstream::at_address(address, server("first"));
+    eventually("the server is healthy", || is_up(1));
+    assert!(responses("first"));
+}
+
+#[test]
 fn least_requests_avoids_busy_servers() {
     let (held, arrived) = (Arc::new((Mutex::new(true), Condvar::new())), Arc::new(Mutex::new(Vec::new())));
     let server = |number: usize| {

@@ -16,8 +16,8 @@ use super::key;
 use super::key_kind::{KINDS, KeyKind};
 use super::named_file::read_named_file;
 use super::settings::{
-    Choice, Custom, DAY_MS, Inline, InlineOrFalse, Integer, Kind, Optional, Percent, Required, Section, Shape, Text,
-    Time, TimeOrZero, Word,
+    Boolean, Choice, Custom, DAY_MS, Inline, InlineOrFalse, Integer, Kind, Optional, Percent, Required, Section, Shape,
+    Text, Time, TimeOrZero, Word,
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table, nearest};
 use super::values::Definitions;
@@ -65,7 +65,12 @@ pub struct Server {
     pub port: u16,
     /// Share of the requests, relative to the other servers; at least 1.
     pub weight: u32,
+    /// The server is used only while no server with a smaller number is available. 0, or [`BACKUP_PRIORITY`].
+    pub priority: u16,
 }
+
+/// The priority of servers with `backup = true`.
+const BACKUP_PRIORITY: u16 = 1;
 
 /// Parses the URL of `what`, which may have a path and a query. `example`: as TOML.
 pub fn parse_url(url: &str, what: &str, example: &str) -> Parsed<(Server, PathAndQuery)> {
@@ -88,13 +93,18 @@ pub fn parse_url(url: &str, what: &str, example: &str) -> Parsed<(Server, PathAn
     let slash = if target.starts_with('/') { "" } else { "/" };
     let target =
         PathAndQuery::try_from(format!("{slash}{target}")).map_err(|_invalid| invalid("has an invalid path"))?;
-    Ok((Server { url: format!("{name}://{authority}"), scheme, host, port, weight: 1 }, target))
+    Ok((Server { url: format!("{name}://{authority}"), scheme, host, port, weight: 1, priority: 0 }, target))
 }
 
 impl Server {
     /// Whether connections to one can be used for the other.
-    pub fn equals_except_weight(&self, other: &Server) -> bool {
-        *self == Server { weight: self.weight, ..other.clone() }
+    pub fn has_same_connections(&self, other: &Server) -> bool {
+        *self == Server { weight: self.weight, priority: self.priority, ..other.clone() }
+    }
+
+    /// Whether the server is a back-up of others.
+    pub fn is_backup(&self) -> bool {
+        self.priority > 0
     }
 }
 
@@ -136,11 +146,12 @@ settings! {
     /// Servers of an upstream and connections to them, as written in the file.
     pub struct ServerSettings {
         /// `"http://HOST[:PORT]"`, `"https://HOST[:PORT]"`, `"unix:/PATH/OF/SOCKET"`. `weight` (default 1): share of the
-        /// requests, relative to the other servers. Required, unless `servers_file` or `builtin` is set.
+        /// requests, relative to the other servers. `backup = true`: [only while no other server is
+        /// available](#back-up-servers). Required, unless `servers_file` or `builtin` is set.
         servers: Option<IdVec<ServerId, Server>> = Optional(Custom::or_empty(
             || Shape::OneOrList(Box::new(Shape::described(
-                "URL, `{ url = URL, weight = 1 to 1000 }`,",
-                Shape::AnyOf(vec![Shape::Text("URL"), Shape::Table(WeightedServer::settings())]),
+                "URL, `{ url = URL, weight = 1 to 1000, backup = true }`,",
+                Shape::AnyOf(vec![Shape::Text("URL"), Shape::Table(ServerTable::settings())]),
             ))),
             |item, report| read_servers(item, report, false),
         ));
@@ -171,11 +182,13 @@ settings! {
 
 settings! {
     /// An item of `servers` that is a table.
-    pub struct WeightedServer {
+    pub struct ServerTable {
         /// URL of the server.
         url: Option<SpannedString> = Required(Text("URL", "\"http://127.0.0.1:9001\""), SERVER_FIX);
         /// Share of the requests, relative to the other servers.
         weight: u32 = Integer(1, 1..=1000);
+        /// Whether the server is used only while no other server is available.
+        backup: bool = Boolean(false);
     }
 }
 
@@ -257,7 +270,7 @@ fn read_upstream(
     (settings, client_tls, policy)
 }
 
-/// Reads servers: each is a URL, or a table with `url` and `weight`. Only a list that changes `may_be_empty`.
+/// Reads servers: each is a URL, or a table with `url`. Only a list that changes `may_be_empty`.
 fn read_servers(item: &Item, report: &mut Report, may_be_empty: bool) -> Option<IdVec<ServerId, Server>> {
     let items = item.one_or_all();
     if items.is_empty() && !may_be_empty {
@@ -267,17 +280,26 @@ fn read_servers(item: &Item, report: &mut Report, may_be_empty: bool) -> Option<
     for item in items {
         let server = match item.value {
             DeValue::Table(_) => {
-                item.table("a server", SERVER_FIX, report).map(|table| WeightedServer::read_all(table, report))
+                item.table("a server", SERVER_FIX, report).map(|table| ServerTable::read_all(table, report))
             }
-            _ => Text("URL", SERVERS_EXAMPLE).read(&item, report).map(|url| WeightedServer { url, weight: 1 }),
+            _ => Text("URL", SERVERS_EXAMPLE).read(&item, report).map(|url| ServerTable {
+                url,
+                weight: 1,
+                backup: false,
+            }),
         };
-        let Some(WeightedServer { url: Some(url), weight }) = server else { continue };
+        let Some(ServerTable { url: Some(url), weight, backup }) = server else { continue };
         let Some((scheme, host, port)) = report.accept(url.span.clone(), parse_server_url(&url.text)) else { continue };
         if let Some(other) = servers.iter().find(|other| other.host == host && other.port == port) {
             let message = format!("{} is the same server as {}", quoted(&url.text), quoted(&other.url));
             report.problem(url.span, message, "remove one of the two");
         }
-        servers.push(Server { url: url.text, scheme, host, port, weight });
+        let priority = if backup { BACKUP_PRIORITY } else { 0 };
+        servers.push(Server { url: url.text, scheme, host, port, weight, priority });
+    }
+    if !may_be_empty && !servers.is_empty() && servers.iter().all(Server::is_backup) {
+        let message = "all servers have `backup = true`";
+        report.problem(item.span.clone(), message, "remove it from the servers that are used first");
     }
     (may_be_empty || !servers.is_empty()).then_some(servers)
 }
