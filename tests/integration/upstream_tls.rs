@@ -96,6 +96,37 @@ fn a_configured_self_signed_certificate_is_accepted() {
     }
 }
 
+/// The digest of a public key, as `openssl` computes it.
+fn key_digest(identity: &Issued) -> String {
+    let scratch = TempDir::new();
+    let file = scratch.write("server.pem", &identity.pem);
+    let command = format!(
+        "openssl x509 -in {} -noout -pubkey | openssl pkey -pubin -outform der | openssl dgst -sha256 -binary | base64",
+        file.display()
+    );
+    let output = std::process::Command::new("sh").args(["-c", &command]).output().unwrap();
+    String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
+}
+
+#[test]
+fn a_pinned_public_key_is_all_that_is_verified() {
+    let ca = Authority::new();
+    let expired = TestCa::self_signed(&["other"], |params| params.not_after = rcgen::date_time_ymd(2020, 1, 1));
+    let issued = ca.ca.issue(&["api.internal"]);
+    let other = key_digest(&ca.ca.issue(&["localhost"]));
+    for identity in [&expired, &issued] {
+        let upstream = server(identity, None);
+        let pinned =
+            |digests: &[&str]| toml(&upstream, &format!("tls = {{ verify = {{ spki_sha256 = {digests:?} }} }}"));
+        let process = Process::spawn(&pinned(&[&other]));
+        process.get("/a").expect(502).problem();
+        // The log shows the digest to be listed.
+        let digest = key_digest(identity);
+        eventually("the digest is logged", || process.stderr().contains(&format!("whose digest is \"{digest}\"")));
+        Gateway::start(&pinned(&[&other, &digest])).get("/a").expect(200);
+    }
+}
+
 #[test]
 fn the_verified_name_is_configurable() {
     let ca = Authority::new();

@@ -241,7 +241,7 @@ impl SharedSettings {
         let digest_key = digest_key.map(|(key, _)| Secret(key));
         let tls = table.given("redis").filter(|_| url.is_some_and(|url| url.secure)).and_then(|item| {
             let (ca, certificate, private_key) = (self.ca.clone(), self.certificate.clone(), self.private_key.clone());
-            let tls = ClientTlsSettings { ca, server_name: None, certificate, private_key };
+            let tls = ClientTlsSettings { ca, certificate, private_key, ..ClientTlsSettings::default() };
             check_pair(table, report);
             ClientTls::new(&tls, item.span, &mut SystemRoots::default(), report)
         });
