@@ -43,6 +43,8 @@ enum Command {
     Top(Top),
     /// Play access logs against a configuration, and show whom its limits would have refused
     Simulate(Simulate),
+    /// Translate the configuration of another product into a gateway.toml, and report what was not translated
+    Import(cli::import::Options),
     /// Print the JSON schema of the configuration file, for editors
     Schema,
     /// Print the completions for a shell
@@ -189,6 +191,7 @@ fn main() -> ExitCode {
         Command::Health(health) => cli::health::health(&health.file.path(), &health.options),
         Command::Top(top) => cli::top::top(&top.file.path(), &top.options),
         Command::Simulate(simulate) => cli::simulate::simulate(&simulate.file.config, &simulate.options),
+        Command::Import(options) => cli::import::run(&options),
         Command::Schema => cli::print_schema(),
         Command::Completions { shell } => print_completions(shell),
         Command::Man => print_manual_page(),
@@ -241,6 +244,9 @@ Explain what a request would get, and why.
 .TP
 .B transom simulate \-\-try 'per\-client=60/minute' access.log
 Play an access log against the configuration, and compare with another limit.
+.TP
+.B transom import nginx \-\-output gateway.toml /etc/nginx/nginx.conf
+Translate the configuration of nginx, and report what differs.
 .TP
 .B transom top
 Show which keys each rule refuses most often. The arrow keys scroll, and q ends.

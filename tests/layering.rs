@@ -66,7 +66,7 @@ const MODULES: [(&str, &[&str]); 23] = [
 
 /// The modules of the other crates: a module uses only modules behind it in its list. The sections of the configuration use one
 /// another, so `config` has no list.
-const ORDERS: [(&str, &[&str]); 8] = [
+const ORDERS: [(&str, &[&str]); 9] = [
     (
         "http",
         &[
@@ -86,6 +86,7 @@ const ORDERS: [(&str, &[&str]); 8] = [
             "error",
         ],
     ),
+    ("import", &["nginx", "network", "path", "rate", "toml_writer", "gateway", "source"]),
     ("jwt", &["cache", "jwks", "published_keys", "token", "verification_key"]),
     (
         "limiter",

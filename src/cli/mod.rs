@@ -1,5 +1,5 @@
-//! The commands `run`, `check`, `explain`, `health`, `top`, `simulate`, `schema`, `upgrade`, `clients` and `deny`, and how
-//! they read configuration files.
+//! The commands `run`, `check`, `explain`, `health`, `top`, `simulate`, `import`, `schema`, `upgrade`, `clients` and `deny`, and
+//! how they read configuration files.
 
 /// Prints a line to standard output; write errors are ignored.
 macro_rules! print_out {
@@ -21,6 +21,7 @@ pub mod clients;
 pub mod deny;
 pub mod explain;
 pub mod health;
+pub mod import;
 mod pid_file;
 pub mod run;
 pub mod simulate;

@@ -78,6 +78,7 @@ mod http2;
 mod http2_attacks;
 mod http2_resend;
 mod httpbin;
+mod import;
 mod informational_http2;
 mod jwks_url;
 mod jwt;

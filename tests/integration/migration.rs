@@ -180,17 +180,17 @@ fn envoy_reads_its_actions() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// A burst of 21, then one each 100 ms; exempt networks are not limited.
+/// A burst of 20, then one each 100 ms; exempt networks are not limited.
 #[test]
 fn the_limits_of_nginx_hold() {
     let (gateway, _upstream) = gateway("from-nginx", "");
-    assert_eq!(admitted(&gateway, "/api/a", &[], 40), 21);
+    assert_eq!(admitted(&gateway, "/api/a", &[], 40), 20);
     gateway.advance(Duration::from_millis(100));
     assert_eq!(admitted(&gateway, "/api/a", &[], 5), 1);
     gateway.advance(Duration::from_secs(1));
     assert_eq!(admitted(&gateway, "/api/a", &[], 40), 10);
     gateway.advance(Duration::from_secs(60));
-    assert_eq!(admitted(&gateway, "/api/a", &[], 40), 21);
+    assert_eq!(admitted(&gateway, "/api/a", &[], 40), 20);
 }
 
 #[test]

@@ -1,0 +1,244 @@
+//! The intermediate form, which every importer fills, and `toml_writer` writes: the sections of a gateway.toml with their comments.
+
+use std::collections::BTreeSet;
+
+use crate::source::{Effect, Note, Position};
+
+/// A value of a setting.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Value {
+    Text(String),
+    Number(u64),
+    Bool(bool),
+    List(Vec<Value>),
+    Table(Vec<(String, Value)>),
+}
+
+impl From<&str> for Value {
+    fn from(text: &str) -> Value {
+        Value::Text(text.to_owned())
+    }
+}
+
+impl From<String> for Value {
+    fn from(text: String) -> Value {
+        Value::Text(text)
+    }
+}
+
+impl From<u64> for Value {
+    fn from(number: u64) -> Value {
+        Value::Number(number)
+    }
+}
+
+impl From<bool> for Value {
+    fn from(value: bool) -> Value {
+        Value::Bool(value)
+    }
+}
+
+impl<V: Into<Value>> From<Vec<V>> for Value {
+    fn from(list: Vec<V>) -> Value {
+        Value::List(list.into_iter().map(Into::into).collect())
+    }
+}
+
+/// An inline table.
+pub fn table<const N: usize>(settings: [(&str, Value); N]) -> Value {
+    Value::Table(settings.map(|(name, value)| (name.to_owned(), value)).into())
+}
+
+/// A single value, or a list of several.
+pub fn one_or_list(mut values: Vec<String>) -> Value {
+    if values.len() == 1 { values.remove(0).into() } else { values.into() }
+}
+
+/// The settings of a table, below its comments.
+#[derive(Clone, Default, PartialEq, Eq, Debug)]
+pub struct Section {
+    pub comments: Vec<String>,
+    pub settings: Vec<(String, Value)>,
+}
+
+impl Section {
+    pub fn set(&mut self, name: &str, value: impl Into<Value>) {
+        let value = value.into();
+        match self.settings.iter_mut().find(|(set, _)| set == name) {
+            Some((_, old)) => *old = value,
+            None => self.settings.push((name.to_owned(), value)),
+        }
+    }
+
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        self.settings.iter().find(|(set, _)| set == name).map(|(_, value)| value)
+    }
+
+    /// Adds to a list.
+    pub fn push(&mut self, name: &str, value: impl Into<Value>) {
+        let value = value.into();
+        match self.settings.iter_mut().find(|(set, _)| set == name) {
+            Some((_, Value::List(list))) if list.contains(&value) => {}
+            Some((_, Value::List(list))) => list.push(value),
+            _ => self.set(name, Value::List(vec![value])),
+        }
+    }
+
+    /// Responds instead of forwarding.
+    pub fn close(&mut self, status: u64) {
+        self.settings.retain(|(name, _)| ["name", "rules"].contains(&name.as_str()));
+        self.set("respond", table([("status", status.into())]));
+    }
+
+    pub fn comment(&mut self, text: impl Into<String>) {
+        let text = text.into();
+        if !self.comments.contains(&text) {
+            self.comments.push(text);
+        }
+    }
+}
+
+/// `[upstreams.NAME]` or `[rules.NAME]`.
+#[derive(Clone, Default, PartialEq, Eq, Debug)]
+pub struct Named {
+    pub name: String,
+    pub section: Section,
+    /// `[rules.NAME.TABLE]`, such as `plans.gold`.
+    pub tables: Vec<(String, Section)>,
+    /// `[[rules.NAME.overrides]]`.
+    pub overrides: Vec<Section>,
+}
+
+/// `[[routes]]`. The settings by which requests are matched are the first ones of `section`.
+#[derive(Clone, Default, PartialEq, Eq, Debug)]
+pub struct Route {
+    pub hosts: Vec<String>,
+    pub path: String,
+    pub methods: Vec<String>,
+    pub headers: Vec<(String, Value)>,
+    pub scheme: Option<&'static str>,
+    pub section: Section,
+}
+
+impl Route {
+    /// Whether another route matches the same requests, and neither precedes the other.
+    fn matches_as(&self, other: &Route) -> bool {
+        (&self.path, &self.methods, &self.headers, self.scheme)
+            == (&other.path, &other.methods, &other.headers, other.scheme)
+            && (self.hosts == other.hosts || self.hosts.iter().any(|host| other.hosts.contains(host)))
+    }
+}
+
+/// A file that the configuration names.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct NamedFile {
+    pub name: &'static str,
+    pub text: String,
+}
+
+/// An imported configuration.
+#[derive(Default, Debug)]
+pub struct Gateway {
+    pub listen: Section,
+    pub https: Vec<Section>,
+    pub limits: Section,
+    pub timeouts: Section,
+    pub clients: Section,
+    pub access: Section,
+    pub upstreams: Vec<Named>,
+    pub rules: Vec<Named>,
+    pub routes: Vec<Route>,
+    pub files: Vec<NamedFile>,
+    pub notes: Vec<Note>,
+    /// The notes that stand at a section, by their index.
+    placed: BTreeSet<usize>,
+}
+
+impl Gateway {
+    /// Notes a difference that concerns no section.
+    pub fn note(&mut self, effect: Effect, position: &Position, text: impl Into<String>) {
+        self.add(Note { effect, position: position.clone(), text: text.into() });
+    }
+
+    /// Notes a difference, and returns the comment for the section that it concerns.
+    #[must_use]
+    pub fn placed_note(&mut self, effect: Effect, position: &Position, text: impl Into<String>) -> String {
+        let note = Note { effect, position: position.clone(), text: text.into() };
+        let comment = format!("{}: {} ({position})", capitalized(effect.name()), note.text);
+        let index = self.add(note);
+        self.placed.insert(index);
+        comment
+    }
+
+    fn add(&mut self, note: Note) -> usize {
+        if let Some(index) = self.notes.iter().position(|known| *known == note) {
+            return index;
+        }
+        self.notes.push(note);
+        self.notes.len() - 1
+    }
+
+    /// Keeps one of equal servers of an upstream: their shares of the requests cannot differ.
+    pub fn remove_repeated_servers(&mut self) {
+        let url = |server: &Value| match server {
+            Value::Table(settings) => settings.first().map(|(_, url)| url.clone()),
+            url => Some(url.clone()),
+        };
+        for upstream in &mut self.upstreams {
+            let servers = upstream.section.settings.iter_mut().find(|(name, _)| name == "servers");
+            if let Some((_, Value::List(servers))) = servers {
+                let mut seen = Vec::new();
+                servers.retain(|server| {
+                    let url = url(server);
+                    let is_new = !seen.contains(&url);
+                    seen.push(url);
+                    is_new
+                });
+            }
+        }
+    }
+
+    /// The notes without a section.
+    pub fn unplaced_notes(&self) -> impl Iterator<Item = &Note> {
+        self.notes.iter().enumerate().filter(|(index, _)| !self.placed.contains(index)).map(|(_, note)| note)
+    }
+
+    /// Adds a route unless another one matches the same requests already.
+    pub fn add_route(&mut self, route: Route, position: &Position) {
+        match self.routes.iter_mut().find(|known| known.matches_as(&route)) {
+            Some(known) if known.section.settings == route.section.settings => {
+                route.section.comments.into_iter().for_each(|comment| known.section.comment(comment));
+            }
+            Some(known) => {
+                let text = format!("a second route for `{}`: the first one applies", route.path);
+                let mut comments = std::mem::take(&mut known.section.comments);
+                comments.push(self.placed_note(Effect::NotEnforced, position, text));
+                if let Some(known) = self.routes.iter_mut().find(|known| known.matches_as(&route)) {
+                    known.section.comments = comments;
+                }
+            }
+            None => self.routes.push(route),
+        }
+    }
+}
+
+fn capitalized(text: &str) -> String {
+    let mut chars = text.chars();
+    chars.next().map(|first| first.to_uppercase().chain(chars).collect()).unwrap_or_default()
+}
+
+/// A name for a table: letters, digits, `-` and `_`.
+pub fn table_name(text: &str) -> String {
+    let name: String = text.chars().map(|c| if c.is_ascii_alphanumeric() || c == '_' { c } else { '-' }).collect();
+    match name.trim_matches('-') {
+        "" => "unnamed".to_owned(),
+        name => name.to_owned(),
+    }
+}
+
+/// The name, or the name with a number if it is taken.
+pub fn unused_name(name: &str, taken: &[Named]) -> String {
+    let is_free = |name: &String| taken.iter().all(|named| named.name != *name);
+    let numbered = (2..).map(|number| format!("{name}-{number}"));
+    std::iter::once(name.to_owned()).chain(numbered).find(is_free).unwrap_or_default()
+}

@@ -1,0 +1,184 @@
+//! Directives that need no translation, and the reasons for others that have none.
+
+use super::syntax::Directive;
+
+/// Directives of which nothing is left to translate: the gateway does so anyway, or has nothing to adjust.
+const NO_NEED: &[&str] = &[
+    "events",
+    "worker_connections",
+    "multi_accept",
+    "use",
+    "worker_rlimit_nofile",
+    "worker_cpu_affinity",
+    "daemon",
+    "master_process",
+    "pid",
+    "sendfile",
+    "tcp_nopush",
+    "tcp_nodelay",
+    "aio",
+    "directio",
+    "types_hash_max_size",
+    "types_hash_bucket_size",
+    "server_names_hash_bucket_size",
+    "server_names_hash_max_size",
+    "variables_hash_max_size",
+    "variables_hash_bucket_size",
+    "map_hash_bucket_size",
+    "map_hash_max_size",
+    "server_tokens",
+    "keepalive_timeout",
+    "keepalive_requests",
+    "reset_timedout_connection",
+    "http2",
+    "http2_max_concurrent_streams",
+    "proxy_http_version",
+    "proxy_buffering",
+    "proxy_request_buffering",
+    "proxy_buffers",
+    "proxy_buffer_size",
+    "proxy_busy_buffers_size",
+    "proxy_redirect",
+    "proxy_socket_keepalive",
+    "proxy_ssl_server_name",
+    "client_body_buffer_size",
+    "client_header_buffer_size",
+    "large_client_header_buffers",
+    "client_body_temp_path",
+    "proxy_temp_path",
+    "fastcgi_temp_path",
+    "uwsgi_temp_path",
+    "scgi_temp_path",
+    "proxy_max_temp_file_size",
+    "default_type",
+    "types",
+    "keepalive",
+    "zone",
+    "resolver",
+    "resolver_timeout",
+    "port_in_redirect",
+    "absolute_redirect",
+    "merge_slashes",
+    "underscores_in_headers",
+    "ignore_invalid_headers",
+    "open_file_cache",
+    "open_file_cache_valid",
+    "open_file_cache_min_uses",
+    "open_file_cache_errors",
+    "limit_req_log_level",
+    "limit_conn_log_level",
+    "log_not_found",
+    "send_timeout",
+    "lingering_close",
+    "ssl_session_cache",
+    "ssl_session_timeout",
+    "ssl_session_tickets",
+    "ssl_prefer_server_ciphers",
+    "ssl_buffer_size",
+    "ssl_dhparam",
+    "log_format",
+    "index",
+    "charset",
+    "thread_pool",
+    "timer_resolution",
+    "worker_priority",
+    "worker_shutdown_timeout",
+    "satisfy",
+    "proxy_pass_request_headers",
+];
+
+/// Why a directive has no translation, by the beginning of its name.
+const REASONS: &[(&str, &str)] = &[
+    ("gzip", "the gateway does not compress responses"),
+    ("brotli", "the gateway does not compress responses"),
+    ("access_log", "the gateway writes a log of its own, see [access_log]"),
+    ("error_log", "messages go to standard error"),
+    ("worker_processes", "the gateway has a worker for each core; `workers` sets their number"),
+    ("user", "the service manager chooses the user"),
+    ("load_module", "the gateway has no modules"),
+    ("ssl_ciphers", "the gateway has its own list of ciphers"),
+    ("ssl_ecdh_curve", "the gateway has its own list of curves"),
+    ("ssl_conf_command", "the gateway has its own list of ciphers"),
+    ("ssl_stapling", "the gateway staples no OCSP responses"),
+    ("ssl_trusted_certificate", "the gateway staples no OCSP responses"),
+    ("proxy_cache", "the gateway has no cache"),
+    ("fastcgi", "the gateway speaks HTTP to servers"),
+    ("uwsgi", "the gateway speaks HTTP to servers"),
+    ("scgi", "the gateway speaks HTTP to servers"),
+    ("error_page", "responses of the upstream pass unchanged; `body` of a rule sets that of a refusal"),
+    ("proxy_intercept_errors", "responses of the upstream pass unchanged"),
+    ("limit_rate", "responses are sent as fast as clients read them"),
+    ("stream", "the gateway forwards HTTP only"),
+    ("mail", "the gateway forwards HTTP only"),
+    ("sub_filter", "the gateway does not change bodies"),
+    ("mirror", "the gateway does not mirror requests"),
+    ("split_clients", "the gateway has no variables"),
+    ("set", "the gateway has no variables"),
+    ("map", "no limit uses it"),
+    ("geo", "no limit uses it"),
+    ("limit_req_zone", "no location uses it"),
+    ("limit_conn_zone", "no location uses it"),
+    ("upstream", "no location uses it"),
+    ("include", "the file was not found"),
+    ("root", "the gateway serves no files"),
+    ("alias", "the gateway serves no files"),
+    ("try_files", "the gateway serves no files"),
+    ("autoindex", "the gateway serves no files"),
+    ("expires", "the gateway serves no files"),
+    ("etag", "the gateway serves no files"),
+    ("proxy_next_upstream", "the gateway has its own conditions, see `retries` of the upstream"),
+    ("proxy_cookie", "the gateway does not change cookies"),
+    ("rewrite", "of regular expressions, only those for a whole prefix can be expressed"),
+    ("if", "the gateway has no conditions but those of routes"),
+    ("slow_start", "see `slow_start` of the upstream"),
+];
+
+/// Directives whose absence admits what nginx refuses.
+const ACCESS: &[&str] = &[
+    "auth_basic",
+    "auth_basic_user_file",
+    "auth_request",
+    "auth_jwt",
+    "secure_link",
+    "secure_link_md5",
+    "limit_req",
+    "limit_conn",
+    "valid_referers",
+    "ssl_verify_client",
+    "ssl_client_certificate",
+    "ssl_crl",
+    "if",
+    "allow",
+    "deny",
+    "modsecurity",
+    "modsecurity_rules_file",
+    "include",
+];
+
+/// Why a directive has no translation.
+pub fn reason(name: &str) -> &'static str {
+    let known = REASONS.iter().find(|(beginning, _)| match *beginning {
+        "set" | "if" | "map" | "geo" | "user" | "root" | "stream" | "mail" | "upstream" | "include" => {
+            name == *beginning
+        }
+        beginning => name.starts_with(beginning),
+    });
+    known.map_or("it has no equivalent", |(_, reason)| reason)
+}
+
+/// Whether nothing is left to translate.
+pub fn needs_nothing(directive: &Directive) -> bool {
+    let argument = directive.argument();
+    match directive.name.as_str() {
+        // Types of files, which the gateway does not serve.
+        "include" => argument.ends_with("mime.types"),
+        "worker_processes" => argument == "auto",
+        "access_log" | "gzip" => argument == "off",
+        name => NO_NEED.contains(&name),
+    }
+}
+
+/// Whether a directive restricts access or counts requests.
+pub fn limits_access(name: &str) -> bool {
+    ACCESS.contains(&name)
+}

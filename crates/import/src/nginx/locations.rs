@@ -1,0 +1,626 @@
+//! `location` blocks as routes: what they match, and what they do.
+
+use super::limits::RuleUse;
+use super::servers::Server;
+use super::syntax::{Directive, Fate};
+use super::upstreams::Target;
+use super::{Importer, Scope, directives, duration, heading, note_unread_at, size, size_text, template};
+use crate::gateway::{Route, Section, Value, one_or_list, table};
+use crate::network::{Network, difference, intersection};
+use crate::path::{covers, literal, of_regex, prefix, segments};
+use crate::rate::duration_text;
+use crate::source::Effect;
+
+/// What all routes of a server have in common.
+pub struct ServerRoutes {
+    /// Empty: any host.
+    pub hosts: Vec<String>,
+    pub scheme: Option<&'static str>,
+    /// Whether routes of other servers would match what this server does not serve.
+    pub needs_fallback: bool,
+}
+
+/// A location with the patterns of its routes.
+struct Location<'d> {
+    block: &'d Directive,
+    scope: Scope<'d>,
+    patterns: Vec<String>,
+    kind: Kind,
+    /// What is noted at its first route.
+    section: Section,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    Exact,
+    /// `^~`: regular expressions do not precede it.
+    Preferred,
+    Prefix,
+    Regex,
+}
+
+/// Who is admitted.
+enum Access {
+    All,
+    Nobody,
+    Only(Vec<String>),
+}
+
+/// Directives of locations for files and for other protocols than HTTP.
+const FILE_HANDLERS: [&str; 4] = ["root", "alias", "try_files", "index"];
+const OTHER_HANDLERS: [&str; 7] = [
+    "fastcgi_pass",
+    "uwsgi_pass",
+    "scgi_pass",
+    "memcached_pass",
+    "content_by_lua_block",
+    "content_by_lua_file",
+    "js_content",
+];
+/// Directives that require credentials.
+const AUTHENTICATION: [&str; 4] = ["auth_basic", "auth_request", "auth_jwt", "secure_link"];
+/// Longer lists are those of denied networks.
+const LISTED_NETWORKS: usize = 16;
+/// Longest list of networks in `allow`.
+const NETWORKS_MAX: usize = 256;
+
+impl<'d> Importer<'d> {
+    pub(super) fn add_locations(&mut self, server: &Server<'d>, routes: &ServerRoutes) {
+        let scope = &server.scope;
+        if let Some(answer) = scope.own("return") {
+            let mut section = Section::default();
+            self.set_return(&mut section, answer, server);
+            for location in server.block.children().iter().filter(|child| child.name == "location") {
+                self.note_at(&mut section, Effect::LeftOut, location, "the `return` of the server precedes it");
+            }
+            return self.add_routes(routes, &["/{*rest}".to_owned()], &[], section, answer);
+        }
+        let mut redirect = self.https_redirect(server);
+        let mut locations = Vec::new();
+        self.collect(server.block.children(), scope, &mut locations);
+        remove_unreachable(&mut locations, &mut self.gateway);
+        // The more specific location has a pattern that two have, such as `/api/{*rest}`.
+        let rank = |location: &Location| match location.kind {
+            Kind::Exact => (0, 0),
+            Kind::Regex => (1, 0),
+            Kind::Preferred | Kind::Prefix => (2, usize::MAX - location.block.arguments.last().map_or(0, String::len)),
+        };
+        let mut order: Vec<usize> = (0..locations.len()).collect();
+        order.sort_by_key(|index| rank(&locations[*index]));
+        let mut taken: Vec<String> = Vec::new();
+        for index in order {
+            locations[index].patterns.retain(|pattern| !taken.contains(pattern));
+            taken.extend(locations[index].patterns.iter().cloned());
+        }
+        let all: Vec<String> = locations.iter().flat_map(|location| location.patterns.clone()).collect();
+        for location in locations {
+            self.add_location(server, routes, location, redirect.take(), &all);
+        }
+        if routes.needs_fallback && !all.iter().any(|pattern| pattern == "/{*rest}") {
+            let mut section = Section::default();
+            section.comment("nginx serves files here. Without this route, those of other servers would match.");
+            section.set("respond", table([("status", 404.into())]));
+            self.add_routes(routes, &["/{*rest}".to_owned()], &[], section, server.block);
+        }
+    }
+
+    /// `if ($scheme = http) { return 301 https://…; }` of a server with both schemes.
+    fn https_redirect(&mut self, server: &Server<'d>) -> Option<(&'d Directive, Section)> {
+        let is_plain = |condition: &Directive| {
+            let words = condition.arguments.join(" ");
+            ["($scheme = http)", "($scheme != https)", "($scheme = \"http\")", "($https = \"\")", "($https = )"]
+                .contains(&words.trim())
+        };
+        let condition = server.block.children().iter().find(|child| child.name == "if" && is_plain(child))?;
+        let answer = condition.children().iter().find(|child| child.name == "return")?;
+        let mut section = Section::default();
+        self.set_return(&mut section, answer, server);
+        section.get("redirect")?;
+        condition.mark(Fate::Translated);
+        Some((condition, section))
+    }
+
+    fn collect(&mut self, block: &'d [Directive], scope: &Scope<'d>, locations: &mut Vec<Location<'d>>) {
+        for block in block.iter().filter(|child| child.name == "location") {
+            let (modifier, path) = match block.arguments.as_slice() {
+                [modifier, path] => (modifier.as_str(), path.as_str()),
+                [path] => {
+                    match ["=", "^~", "~*", "~"].iter().find_map(|sign| Some((*sign, path.strip_prefix(sign)?))) {
+                        Some(split) => split,
+                        None => ("", path.as_str()),
+                    }
+                }
+                _ => continue,
+            };
+            if path.starts_with('@') {
+                continue;
+            }
+            let mut section = Section::default();
+            section.comment(heading(&block.text().replace(" { … }", ""), &block.position));
+            let (kind, patterns) = match modifier {
+                "=" => (Kind::Exact, vec![literal(path)]),
+                "^~" => (Kind::Preferred, self.prefix(&mut section, block, path)),
+                "~" | "~*" => match of_regex(path) {
+                    Some((patterns, more)) => {
+                        let has_letters = path.bytes().any(|byte| byte.is_ascii_alphabetic());
+                        if modifier == "~*" && has_letters {
+                            let why = "the route does not match other capital letters";
+                            self.note_at(&mut section, Effect::Differs, block, why);
+                        }
+                        if more {
+                            self.note_more_paths(&mut section, block, path.trim_start_matches('^'));
+                        }
+                        (Kind::Regex, patterns)
+                    }
+                    None => {
+                        let why = "routes cannot express this regular expression: other locations match these paths";
+                        let effect = if restricts(block) { Effect::NotEnforced } else { Effect::LeftOut };
+                        self.note(effect, block, why);
+                        continue;
+                    }
+                },
+                _ => (Kind::Prefix, self.prefix(&mut section, block, path)),
+            };
+            block.mark(Fate::Translated);
+            let inner = scope.inner(block.children());
+            locations.push(Location { block, scope: inner.clone(), patterns, kind, section });
+            self.collect(block.children(), &inner, locations);
+        }
+    }
+
+    /// Where limits depend on it, also the paths that begin so within a segment.
+    fn prefix(&mut self, section: &mut Section, block: &'d Directive, path: &str) -> Vec<String> {
+        if path.ends_with('/') {
+            return segments(path);
+        }
+        if restricts(block) {
+            return prefix(path);
+        }
+        self.note_more_paths(section, block, path);
+        segments(path)
+    }
+
+    fn note_more_paths(&mut self, section: &mut Section, block: &'d Directive, path: &str) {
+        let why =
+            format!("nginx matches all paths that begin so, such as `{path}x`, for which there are other routes here");
+        let effect = if restricts(block) { Effect::NotEnforced } else { Effect::Differs };
+        section.comment(self.gateway.placed_note(effect, &block.position, format!("`{}`: {why}", block.text())));
+    }
+
+    fn add_location(
+        &mut self,
+        server: &Server<'d>,
+        routes: &ServerRoutes,
+        location: Location<'d>,
+        redirect: Option<(&'d Directive, Section)>,
+        all: &[String],
+    ) {
+        let Location { block, scope, patterns, kind, mut section } = location;
+        if let Some((condition, redirect)) = redirect {
+            let routes = ServerRoutes { scheme: Some("http"), hosts: routes.hosts.clone(), ..*routes };
+            self.add_routes(&routes, &["/{*rest}".to_owned()], &[], redirect, condition);
+        }
+        if patterns.is_empty() {
+            return;
+        }
+        if let Some(answer) = scope.own("return") {
+            // nginx responds before it counts and before it checks addresses.
+            self.set_return(&mut section, answer, server);
+            self.set_response_fields(&mut section, &scope, server.names.first().map(String::as_str));
+            note_unread_at(block.children(), &mut self.gateway, &mut section);
+            return self.add_routes(routes, &patterns, &[], section, block);
+        }
+        let named = self.named_location(server, &scope);
+        let handler = named.as_ref().map_or(&scope, |(_, inner)| inner);
+        let is_forwarded = self.set_handler(&mut section, block, handler, kind);
+        let mut rules = self.rules_of(&scope, &server.label(), &mut section);
+        if let Some((named_block, inner)) = &named {
+            for rule in self.rules_of(inner, &server.label(), &mut section) {
+                if rules.iter().all(|known| known.name != rule.name) {
+                    rules.push(rule);
+                }
+            }
+            named_block.mark(Fate::Translated);
+        }
+        self.set_access(&mut section, &scope);
+        let is_closed = section.get("respond").is_some();
+        let name = server.names.first().map(String::as_str);
+        if !is_closed {
+            self.set_request_fields(&mut section, handler, name);
+        }
+        if is_forwarded {
+            self.set_limits(&mut section, handler);
+        }
+        self.set_response_fields(&mut section, handler, name);
+        if let Some((named_block, _)) = &named {
+            note_unread_at(named_block.children(), &mut self.gateway, &mut section);
+        }
+        for except in block.children().iter().filter(|child| child.name == "limit_except") {
+            except.mark(Fate::Translated);
+        }
+        note_unread_at(block.children(), &mut self.gateway, &mut section);
+        let slash = patterns.iter().find_map(|pattern| pattern.strip_suffix("/{*rest}"));
+        let without_slash = slash.filter(|path| !path.is_empty() && is_forwarded && !is_closed && kind != Kind::Regex);
+        let without_slash = without_slash.filter(|path| !all.iter().any(|pattern| pattern == path)).map(str::to_owned);
+        self.add_variants(routes, &patterns, &rules, section, block);
+        if let Some(path) = without_slash {
+            let mut section = Section::default();
+            section.set(
+                "redirect",
+                table([
+                    ("to", format!("{{scheme}}://{{authority}}{}/", path.replace('{', "{{").replace('}', "}}")).into()),
+                    ("status", 301.into()),
+                ]),
+            );
+            self.add_routes(routes, &[path], &[], section, block);
+        }
+    }
+
+    /// Adds routes by method where rules count only some methods, and where `limit_except` restricts the others.
+    fn add_variants(
+        &mut self,
+        routes: &ServerRoutes,
+        patterns: &[String],
+        rules: &[RuleUse],
+        section: Section,
+        block: &'d Directive,
+    ) {
+        let except = block.children().iter().find(|child| child.name == "limit_except");
+        let mut methods: Vec<String> = Vec::new();
+        let excepted = except.map_or(&[][..], |except| &except.arguments);
+        for method in rules.iter().flat_map(|rule| &rule.methods).chain(excepted) {
+            if !methods.contains(method) {
+                methods.push(method.clone());
+            }
+        }
+        let rules_for = |method: Option<&String>| -> Vec<String> {
+            let applies =
+                |rule: &&RuleUse| rule.methods.is_empty() || method.is_some_and(|method| rule.methods.contains(method));
+            rules.iter().filter(applies).map(|rule| rule.name.clone()).collect()
+        };
+        let others = match except {
+            None => section.clone(),
+            Some(except) => {
+                let mut others = Section::default();
+                others.settings.clone_from(&section.settings);
+                others.settings.retain(|(name, _)| name != "allow");
+                let inner = Scope { levels: vec![except.children().iter().collect()] };
+                self.set_access(&mut others, &inner);
+                except.mark(Fate::Translated);
+                others
+            }
+        };
+        let mut variants: Vec<(Vec<String>, Vec<String>, bool)> = Vec::new();
+        for method in &methods {
+            let (rules, is_excepted) = (rules_for(Some(method)), except.is_none() || excepted.contains(method));
+            match variants.iter_mut().find(|(_, known, excepted)| *known == rules && *excepted == is_excepted) {
+                Some((methods, ..)) => methods.push(method.clone()),
+                None => variants.push((vec![method.clone()], rules, is_excepted)),
+            }
+        }
+        for (methods, rules, is_excepted) in variants {
+            let mut variant = if is_excepted { section.clone() } else { others.clone() };
+            set_rules(&mut variant, rules);
+            self.add_routes(routes, patterns, &methods, variant, block);
+        }
+        let mut others = others;
+        set_rules(&mut others, rules_for(None));
+        self.add_routes(routes, patterns, &[], others, block);
+    }
+
+    fn add_routes(
+        &mut self,
+        routes: &ServerRoutes,
+        patterns: &[String],
+        methods: &[String],
+        section: Section,
+        directive: &Directive,
+    ) {
+        for (index, pattern) in patterns.iter().enumerate() {
+            let mut section = section.clone();
+            if index > 0 {
+                section.comments.clear();
+            }
+            let route = Route {
+                hosts: routes.hosts.clone(),
+                path: pattern.clone(),
+                methods: methods.to_vec(),
+                headers: Vec::new(),
+                scheme: routes.scheme,
+                section,
+            };
+            self.gateway.add_route(route, &directive.position);
+        }
+    }
+
+    /// The location that `try_files` names at its end, such as `@app`, which serves what is no file.
+    fn named_location(&mut self, server: &Server<'d>, scope: &Scope<'d>) -> Option<(&'d Directive, Scope<'d>)> {
+        let name = scope.own("try_files")?.arguments.last().filter(|last| last.starts_with('@'))?;
+        let is_named = |child: &&'d Directive| child.name == "location" && child.argument() == name;
+        let named = server.block.children().iter().find(is_named)?;
+        named.mark(Fate::Translated);
+        Some((named, server.scope.inner(named.children())))
+    }
+
+    /// The upstream, or a response for what the gateway does not do. Whether requests are forwarded.
+    fn set_handler(&mut self, section: &mut Section, block: &'d Directive, scope: &Scope<'d>, kind: Kind) -> bool {
+        if let Some(pass) = scope.own("proxy_pass").or_else(|| scope.own("grpc_pass")) {
+            let Some(target) = Target::parse(pass.argument()) else {
+                self.note_at(section, Effect::LeftOut, pass, "the gateway has no variables in addresses of servers");
+                section.set("respond", table([("status", 503.into())]));
+                return false;
+            };
+            pass.mark(Fate::Translated);
+            let upstream = self.upstream(&target, scope, section);
+            section.set("upstream", upstream);
+            self.set_path(section, block, scope, &target, kind);
+            return true;
+        }
+        if let Some(internal) = scope.own("internal") {
+            internal.mark(Fate::Translated);
+            section.set("respond", table([("status", 404.into())]));
+            return false;
+        }
+        let other = OTHER_HANDLERS.iter().find_map(|name| scope.own(name));
+        if let Some(other) = other {
+            self.note_at(section, Effect::LeftOut, other, "the gateway speaks HTTP to servers");
+            section.set("respond", table([("status", 503.into())]));
+            return false;
+        }
+        if let Some(status) = scope.own("stub_status") {
+            self.note_at(section, Effect::LeftOut, status, "the metrics are at the `admin` address");
+        }
+        FILE_HANDLERS.iter().filter_map(|name| scope.own(name)).for_each(|directive| {
+            self.note_at(section, Effect::LeftOut, directive, "the gateway serves no files");
+        });
+        section.set("respond", table([("status", 404.into())]));
+        false
+    }
+
+    /// The path that is sent to the server.
+    fn set_path(
+        &mut self,
+        section: &mut Section,
+        block: &'d Directive,
+        scope: &Scope<'d>,
+        target: &Target,
+        kind: Kind,
+    ) {
+        let rewrites: Vec<&'d Directive> = scope.levels.last().map_or_else(Vec::new, |level| {
+            level.iter().filter(|directive| directive.name == "rewrite").copied().collect()
+        });
+        if let [rewrite] = rewrites[..] {
+            let flag = rewrite.arguments.get(2).map_or("", String::as_str);
+            let to = rewrite.arguments.get(1).map_or("", String::as_str);
+            let is_redirect = matches!(flag, "permanent" | "redirect");
+            if let Some((from, to)) = prefix_rewrite(rewrite.argument(), to).filter(|_| !is_redirect) {
+                rewrite.mark(Fate::Translated);
+                return set_prefix(section, &from, &to);
+            }
+        }
+        let path = block.arguments.last().map_or("", String::as_str);
+        let Some(to) = target.path else { return };
+        match kind {
+            Kind::Exact => {
+                if to != path {
+                    section.set("rewrite", literal(to.split('?').next().unwrap_or(to)));
+                }
+            }
+            Kind::Prefix | Kind::Preferred => set_prefix(section, path, to),
+            Kind::Regex => {}
+        }
+    }
+
+    /// `return`, also of a server.
+    fn set_return(&mut self, section: &mut Section, answer: &'d Directive, server: &Server<'d>) {
+        let (first, second) = (answer.argument(), answer.arguments.get(1).map(String::as_str));
+        let status = first.parse::<u64>().unwrap_or(302);
+        let is_redirect = [301, 302, 303, 307, 308].contains(&status);
+        let text = if first.parse::<u64>().is_ok() { second } else { Some(first) };
+        if is_redirect {
+            let to = text.and_then(|to| template(to, server.names.first().map(String::as_str)));
+            let Some(to) = to else {
+                self.note_at(section, Effect::LeftOut, answer, "the gateway has no such variable");
+                section.set("respond", table([("status", 503.into())]));
+                return;
+            };
+            answer.mark(Fate::Translated);
+            let to = if to.starts_with('/') { format!("{{scheme}}://{{authority}}{to}") } else { to };
+            let mut redirect = vec![("to".to_owned(), Value::from(to))];
+            redirect.push(("status".to_owned(), status.into()));
+            section.set("redirect", Value::Table(redirect));
+            return;
+        }
+        answer.mark(Fate::Translated);
+        let status = if status == 444 {
+            self.note_at(section, Effect::Differs, answer, "the client gets a response before its connection ends");
+            403
+        } else {
+            status.clamp(200, 599)
+        };
+        let mut respond = vec![("status".to_owned(), Value::Number(status))];
+        if let Some(body) = text.filter(|text| !text.is_empty()) {
+            if body.contains('$') {
+                self.note_at(section, Effect::Differs, answer, "variables of the text are not replaced");
+            }
+            respond.push(("body".to_owned(), body.into()));
+            let content_type = server.scope.one("default_type").map(|directive| directive.argument().to_owned());
+            if let Some(content_type) = content_type.filter(|name| name != "application/octet-stream") {
+                respond.push(("content_type".to_owned(), content_type.into()));
+            }
+        }
+        section.set("respond", Value::Table(respond));
+    }
+
+    /// `allow`, `deny`, and what requires credentials: such locations are closed.
+    fn set_access(&mut self, section: &mut Section, scope: &Scope<'d>) {
+        let access = self.access(section, scope);
+        let satisfy_any = scope.one("satisfy").is_some_and(|satisfy| satisfy.argument() == "any");
+        let is_on = |directive: &&Directive| directive.argument() != "off";
+        let authentication = AUTHENTICATION.iter().find_map(|name| scope.one(name)).filter(is_on);
+        if let Some(authentication) = authentication {
+            let is_network_enough = satisfy_any && matches!(access, Access::Only(_));
+            let why = match is_network_enough {
+                true => "the gateway checks no such credentials: only the networks are admitted",
+                false => "the gateway checks no such credentials: the route is closed",
+            };
+            self.note_at(section, Effect::Stricter, authentication, why);
+            if let Some(file) = scope.one("auth_basic_user_file") {
+                file.mark(Fate::Translated);
+            }
+            if !is_network_enough {
+                return section.close(403);
+            }
+        }
+        match access {
+            Access::All => {}
+            Access::Nobody => section.close(403),
+            Access::Only(networks) => {
+                if networks.len() > LISTED_NETWORKS {
+                    section.comment("`allow` has all networks but those that are denied.");
+                }
+                section.set("allow", one_or_list(networks));
+            }
+        }
+    }
+
+    /// The first directive that matches decides.
+    fn access(&mut self, section: &mut Section, scope: &Scope<'d>) -> Access {
+        let (mut admitted, mut left) = (Vec::new(), Network::ALL.to_vec());
+        for directive in scope.all(&["allow", "deny"]) {
+            let networks = match directive.argument() {
+                "all" => Network::ALL.to_vec(),
+                "unix:" => continue,
+                text => match Network::parse(text) {
+                    Some(network) => vec![network],
+                    None if directive.name == "allow" => {
+                        self.note_at(section, Effect::Stricter, directive, "it is no network");
+                        continue;
+                    }
+                    None => {
+                        self.note_at(section, Effect::NotEnforced, directive, "it is no network");
+                        continue;
+                    }
+                },
+            };
+            directive.mark(Fate::Translated);
+            for network in networks {
+                if directive.name == "allow" {
+                    admitted.extend(intersection(&left, &network));
+                }
+                left = difference(&left, &network);
+            }
+        }
+        admitted.extend(left);
+        admitted.sort();
+        match admitted {
+            all if all == Network::ALL => Access::All,
+            none if none.is_empty() => Access::Nobody,
+            many if many.len() > NETWORKS_MAX => Access::Nobody,
+            some => Access::Only(some.iter().map(ToString::to_string).collect()),
+        }
+    }
+
+    /// Sizes and times of a location that differ from those of all.
+    fn set_limits(&mut self, section: &mut Section, scope: &Scope<'d>) {
+        let own = |name: &str| {
+            let outer = self.outer.one(name);
+            scope.one(name).filter(|directive| !outer.is_some_and(|outer| std::ptr::eq(outer, *directive)))
+        };
+        if let Some((body, bytes)) = own("client_max_body_size").and_then(|body| Some((body, size(body.argument())?))) {
+            body.mark(Fate::Translated);
+            section.set("max_body", if bytes == 0 { "unlimited".into() } else { size_text(bytes) });
+        }
+        let mut timeouts = Vec::new();
+        for (name, setting) in [
+            ("proxy_connect_timeout", "connect"),
+            ("proxy_read_timeout", "response_head"),
+            ("proxy_read_timeout", "body"),
+        ] {
+            if let Some((directive, ms)) = own(name).and_then(|own| Some((own, duration(own.argument())?)))
+                && ms > 0
+            {
+                directive.mark(Fate::Translated);
+                timeouts.push((setting.to_owned(), Value::from(duration_text(ms.min(86_400_000)))));
+            }
+        }
+        if let Some(send) = scope.one("proxy_send_timeout") {
+            send.mark(Fate::Translated);
+        }
+        if !timeouts.is_empty() {
+            section.set("timeouts", Value::Table(timeouts));
+        }
+    }
+}
+
+/// Whether a location has limits or access rules of its own.
+fn restricts(block: &Directive) -> bool {
+    block.children().iter().any(|child| directives::limits_access(&child.name) || child.name == "return")
+}
+
+fn set_rules(section: &mut Section, rules: Vec<String>) {
+    if rules.is_empty() {
+        return;
+    }
+    // Behind the upstream, as in the documentation.
+    let place = section.settings.iter().position(|(name, _)| name == "upstream").map_or(0, |place| place + 1);
+    section.settings.insert(place, ("rules".to_owned(), rules.into()));
+}
+
+/// Replaces a prefix of the path. `from` and `to` may end with a `/`.
+fn set_prefix(section: &mut Section, from: &str, to: &str) {
+    if from == to {
+        return;
+    }
+    let (from, to) = match (from.strip_suffix('/'), to.strip_suffix('/')) {
+        (Some(from), Some(to)) => (from, to),
+        _ => (from, to),
+    };
+    match (from, to) {
+        ("", to) => section.set("replace_prefix", table([("from", "/".into()), ("to", format!("{to}/").into())])),
+        (from, "" | "/") => section.set("strip_prefix", literal(from)),
+        (from, to) => {
+            section.set("replace_prefix", table([("from", literal(from).into()), ("to", literal(to).into())]))
+        }
+    }
+}
+
+/// The prefixes of `rewrite ^/api/(.*)$ /v1/$1`.
+fn prefix_rewrite(from: &str, to: &str) -> Option<(String, String)> {
+    let from = from.strip_prefix('^')?;
+    let from = ["(.*)$", "(.*)", "(.+)$", "(.+)"].iter().find_map(|end| from.strip_suffix(end))?;
+    let to = to.strip_suffix("$1")?;
+    let is_plain = |text: &str| !text.contains(['(', '[', '$', '*', '+', '?', '\\', '|']) && text.starts_with('/');
+    (is_plain(from) && is_plain(to) && from.ends_with('/') == to.ends_with('/'))
+        .then(|| (from.to_owned(), to.to_owned()))
+}
+
+/// Removes patterns that nginx never uses, because a regular expression precedes them.
+fn remove_unreachable(locations: &mut [Location], gateway: &mut crate::gateway::Gateway) {
+    let regexes: Vec<(usize, Vec<String>)> = locations
+        .iter()
+        .enumerate()
+        .filter(|(_, location)| location.kind == Kind::Regex)
+        .map(|(index, location)| (index, location.patterns.clone()))
+        .collect();
+    for (index, location) in locations.iter_mut().enumerate() {
+        let precedes = |regex: usize| match location.kind {
+            Kind::Exact | Kind::Preferred => false,
+            Kind::Prefix => true,
+            Kind::Regex => regex < index,
+        };
+        let before = location.patterns.len();
+        location.patterns.retain(|pattern| {
+            !regexes
+                .iter()
+                .any(|(regex, patterns)| precedes(*regex) && patterns.iter().any(|outer| covers(outer, pattern)))
+        });
+        if location.patterns.len() < before {
+            let text = format!("`{}`: a regular expression precedes it", location.block.text());
+            if location.patterns.is_empty() {
+                location.block.mark(Fate::LeftOut);
+            }
+            gateway.note(Effect::LeftOut, &location.block.position, text);
+        }
+    }
+}
