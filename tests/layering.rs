@@ -164,6 +164,8 @@ const ORDERS: [(&str, &[&str]); 9] = [
             "request_reader",
             "scenario",
             "log_files",
+            "decompression",
+            "wrapper",
             "log_line",
             "json_scanner",
             "statistics",

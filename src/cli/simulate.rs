@@ -34,7 +34,7 @@ pub struct Options {
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
-    /// Access logs, also compressed with gzip or Zstandard; `-` is standard input
+    /// Access logs, also compressed with gzip, Zstandard, bzip2 or xz; `-` is standard input
     #[arg(required = true, value_name = "LOG")]
     logs: Vec<PathBuf>,
 }

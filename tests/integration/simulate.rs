@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use bzip2::write::BzEncoder;
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use lzma_rust2::{XzOptions, XzWriter};
 use ruzstd::encoding::{CompressionLevel, compress_to_vec};
 use serde_json::Value;
 use transom_limiter::secret_digest::Digest;
@@ -114,12 +116,26 @@ fn compressed_logs_and_standard_input_are_read() {
     // Compressed files may consist of several parts.
     directory.write("log.gz", [gzip(&first), gzip(&second)].concat());
     directory.write("log.zst", [zstd(&first), zstd(&second)].concat());
+    let bzip2 = |text: &str| {
+        let mut encoder = BzEncoder::new(Vec::new(), bzip2::Compression::fast());
+        encoder.write_all(text.as_bytes()).unwrap();
+        encoder.finish().unwrap()
+    };
+    directory.write("log.bz2", [bzip2(&first), bzip2(&second)].concat());
+    let xz = |text: &str| {
+        let mut encoder = XzWriter::new(Vec::new(), XzOptions::with_preset(0)).unwrap();
+        encoder.write_all(text.as_bytes()).unwrap();
+        encoder.finish().unwrap()
+    };
+    directory.write("log.xz", [xz(&first), xz(&second)].concat());
+    // A name says nothing.
+    directory.write("log.gz.1", bzip2(&lines.concat()));
     // In the wrong order, as a shell lists rotated files.
     directory.write("a.log", &second);
     directory.write("a.log.1.gz", gzip(&first));
     let expected = directory.json(&["plain.log"]);
     assert_eq!(expected["scenarios"][0]["refused"], 48);
-    for logs in [&["log.gz"][..], &["log.zst"], &["a.log", "a.log.1.gz"]] {
+    for logs in [&["log.gz"][..], &["log.zst"], &["log.bz2"], &["log.xz"], &["log.gz.1"], &["a.log", "a.log.1.gz"]] {
         let result = directory.json(logs);
         assert_eq!((&result["scenarios"], &result["lines"]), (&expected["scenarios"], &expected["lines"]), "{logs:?}");
     }
@@ -128,6 +144,26 @@ fn compressed_logs_and_standard_input_are_read() {
     let output = child.wait_with_output().unwrap();
     let result: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(result["scenarios"], expected["scenarios"]);
+}
+
+#[test]
+fn a_file_that_is_cut_off_or_damaged_is_an_error() {
+    let directory = Directory::new(&one_rule(TWO_A_MINUTE));
+    let text: String = (0..50).map(|second| combined("203.0.113.1", second, "GET /a")).collect();
+    let mut encoder = BzEncoder::new(Vec::new(), bzip2::Compression::fast());
+    encoder.write_all(text.as_bytes()).unwrap();
+    let bzip2 = encoder.finish().unwrap();
+    let mut encoder = XzWriter::new(Vec::new(), XzOptions::with_preset(0)).unwrap();
+    encoder.write_all(text.as_bytes()).unwrap();
+    for compressed in [bzip2, encoder.finish().unwrap()] {
+        let mut damaged = compressed.clone();
+        damaged[compressed.len() / 2] ^= 0x55;
+        for bytes in [&compressed[..compressed.len() - 9], &damaged] {
+            directory.write("log", bytes);
+            let (code, _, err) = directory.run(&["log"]);
+            assert!(code == 1 && err.contains("cannot read `log`"), "{code} {err}");
+        }
+    }
 }
 
 #[test]

@@ -5,20 +5,19 @@
 //! order. A thread for each file reads and parses the next block while lines of the present one are played.
 
 use std::fs::{self, File};
-use std::io::{self, BufRead as _, BufReader, Read};
+use std::io::{self, Read as _};
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::{self, JoinHandle};
 
-use flate2::bufread::MultiGzDecoder;
 use indicatif::ProgressBar;
-use memchr::{memchr, memchr_iter, memrchr};
-use ruzstd::decoding::errors::FrameDecoderError;
-use ruzstd::decoding::{FrameDecoder, StreamingDecoder};
+use memchr::{memchr, memrchr};
 
+use super::decompression::decompressed;
 use super::log_line::{HeaderSpan, LogFormat, LogLine, NoRequest};
+use super::wrapper;
 use transom_limiter::handles;
 use transom_limiter::handles::Handle;
 
@@ -36,8 +35,6 @@ const PEEK_BYTES: u64 = 256 << 10;
 const EXAMPLES: usize = 10;
 /// Bytes of a bad line that are shown.
 const EXCERPT_BYTES: usize = 160;
-const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
-const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
 /// The logs of a simulation.
 pub struct LogFiles {
@@ -99,7 +96,7 @@ struct Entry {
 enum Input {
     /// A regular file whose first lines were looked at.
     Closed(PathBuf),
-    Open(Box<dyn Read + Send>),
+    Open(Box<dyn io::Read + Send>),
     AtEnd,
 }
 
@@ -151,6 +148,8 @@ struct BlockReader {
     latest_ms: u64,
     /// Whether the rest of an overlong line is to be skipped.
     skips_line: bool,
+    /// Memory for the text of a wrapped line.
+    unescaped: Vec<u8>,
 }
 
 impl LogFiles {
@@ -295,6 +294,7 @@ impl BlockReader {
             line_number: 0,
             latest_ms: 0,
             skips_line: false,
+            unescaped: Vec::new(),
         }
     }
 
@@ -374,26 +374,28 @@ impl BlockReader {
         };
         let mut start = self.tail_at;
         self.tail_at = end;
-        let base = start;
-        let ends = memchr_iter(b'\n', &buffer[base..end]).map(|at| base + at);
-        let last = (end > start && buffer[end - 1] != b'\n').then_some(end);
-        for line_end in ends.chain(last) {
-            let line = buffer[start..line_end].strip_suffix(b"\r").unwrap_or(&buffer[start..line_end]);
-            let at = start;
+        while start < end {
+            let line_end = memchr(b'\n', &buffer[start..end]).map_or(end, |at| start + at);
+            let file_line = start..line_end;
             start = line_end + 1;
             self.line_number += 1;
-            // Blank lines appear where logs are joined.
-            if line.is_empty() {
-                continue;
-            }
-            counts.lines += 1;
             let first_header = headers.len();
-            match self.format.parse_line(line, headers) {
-                Ok(parsed) => {
-                    counts.without_zone += u64::from(parsed.lacks_zone);
-                    counts.out_of_order += u64::from(parsed.time_ms < self.latest_ms);
-                    self.latest_ms = self.latest_ms.max(parsed.time_ms);
-                    entries.push(Entry { line: parsed, at: at as u32, len: line.len() as u32 });
+            let parsed = match wrapper::unwrap(&mut buffer[file_line.clone()], &mut self.unescaped) {
+                // Blank lines appear where logs are joined.
+                Ok(inner) if inner.is_empty() => continue,
+                Ok(inner) => {
+                    let inner = file_line.start + inner.start..file_line.start + inner.end;
+                    self.format.parse_line(&buffer[inner.clone()], headers).map(|line| (line, inner))
+                }
+                Err(problem) => Err(problem),
+            };
+            counts.lines += 1;
+            match parsed {
+                Ok((line, inner)) => {
+                    counts.without_zone += u64::from(line.lacks_zone);
+                    counts.out_of_order += u64::from(line.time_ms < self.latest_ms);
+                    self.latest_ms = self.latest_ms.max(line.time_ms);
+                    entries.push(Entry { line, at: inner.start as u32, len: inner.len() as u32 });
                 }
                 Err(NoRequest::Rejected) => {
                     headers.truncate(first_header);
@@ -401,7 +403,7 @@ impl BlockReader {
                 }
                 Err(NoRequest::Bad(reason)) => {
                     headers.truncate(first_header);
-                    counts.add_bad(&self.name, self.line_number, reason, line);
+                    counts.add_bad(&self.name, self.line_number, reason, &buffer[file_line]);
                 }
             }
         }
@@ -441,57 +443,10 @@ impl ReadCounts {
 fn first_time(path: &Path, format: &LogFormat) -> io::Result<u64> {
     let mut start = Vec::new();
     decompressed(File::open(path)?)?.take(PEEK_BYTES).read_to_end(&mut start)?;
-    let mut lines = start.split(|byte| *byte == b'\n');
-    Ok(lines.find_map(|line| Some(format.parse_line(line, &mut Vec::new()).ok()?.time_ms)).unwrap_or(0))
-}
-
-/// The text of a file, which may be compressed with gzip or Zstandard.
-fn decompressed(file: impl Read + Send + 'static) -> io::Result<Box<dyn Read + Send>> {
-    let mut reader = BufReader::with_capacity(128 << 10, file);
-    let start = reader.fill_buf()?;
-    Ok(match () {
-        () if start.starts_with(&GZIP_MAGIC) => Box::new(MultiGzDecoder::new(reader)),
-        () if start.starts_with(&ZSTD_MAGIC) => Box::new(ZstdReader::Between(reader)),
-        () => Box::new(reader),
-    })
-}
-
-/// Decompresses a sequence of Zstandard frames.
-enum ZstdReader<R: Read> {
-    /// Before a frame.
-    Between(BufReader<R>),
-    Frame(Box<StreamingDecoder<BufReader<R>, FrameDecoder>>),
-    AtEnd,
-}
-
-impl<R: Read> Read for ZstdReader<R> {
-    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        loop {
-            *self = match std::mem::replace(self, ZstdReader::AtEnd) {
-                ZstdReader::AtEnd => return Ok(0),
-                ZstdReader::Between(mut reader) => match reader.fill_buf()? {
-                    [] => return Ok(0),
-                    // A skippable frame, with its length.
-                    [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..] => {
-                        let mut head = [0; 8];
-                        reader.read_exact(&mut head)?;
-                        let length = u32::from_le_bytes([head[4], head[5], head[6], head[7]]);
-                        io::copy(&mut (&mut reader).take(length.into()), &mut io::sink())?;
-                        ZstdReader::Between(reader)
-                    }
-                    _ => {
-                        let invalid = |error: FrameDecoderError| io::Error::new(io::ErrorKind::InvalidData, error);
-                        ZstdReader::Frame(Box::new(StreamingDecoder::new(reader).map_err(invalid)?))
-                    }
-                },
-                ZstdReader::Frame(mut frame) => match frame.read(out)? {
-                    0 if !out.is_empty() => ZstdReader::Between(frame.into_inner()),
-                    read => {
-                        *self = ZstdReader::Frame(frame);
-                        return Ok(read);
-                    }
-                },
-            };
-        }
-    }
+    let mut lines = start.split_mut(|byte| *byte == b'\n');
+    let time = lines.find_map(|line| {
+        let inner = wrapper::unwrap(line, &mut Vec::new()).ok()?;
+        Some(format.parse_line(&line[inner], &mut Vec::new()).ok()?.time_ms)
+    });
+    Ok(time.unwrap_or(0))
 }
