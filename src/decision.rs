@@ -816,6 +816,8 @@ mod tests {
             hosts: vec![],
             methods: vec![],
             headers: vec![],
+            query: vec![],
+            networks: vec![],
             path: PathPattern { text: "/u/{id}".to_owned(), segments },
             secure: None,
             actions: None,

@@ -72,7 +72,8 @@ fn next_steps(gateway: &Gateway) -> Vec<String> {
 
 /// A `curl` command whose request matches a route, preferably one with rules.
 fn example(config: &Config, http: &[SocketAddr], https: &[SocketAddr]) -> Option<String> {
-    let route = config.routes.iter().find(|route| !route.rules.is_empty()).or(config.routes.iter().next())?;
+    let is_example = |route: &&Route| !route.rules.is_empty() && route.networks.is_empty();
+    let route = config.routes.iter().find(is_example).or(config.routes.iter().next())?;
     let http = http.first().filter(|_| route.secure != Some(true)).map(|address| ("http", address));
     let https = https.first().filter(|_| route.secure != Some(false)).map(|address| ("https", address));
     let (scheme, address) = http.or(https)?;
@@ -85,7 +86,8 @@ fn example(config: &Config, http: &[SocketAddr], https: &[SocketAddr]) -> Option
     for (name, value) in host.iter().chain(&route.headers).chain(&key_fields(config, route)) {
         command += &format!(" -H {}", quoted(&format!("{name}: {}", value.as_deref().unwrap_or("1"))));
     }
-    Some(format!("try: {command} {}", quoted(&format!("{scheme}://{}{}", reachable(*address), example_path(route)))))
+    let target = format!("{}{}", example_path(route), example_query(route));
+    Some(format!("try: {command} {}", quoted(&format!("{scheme}://{}{target}", reachable(*address)))))
 }
 
 /// The fields in which the rules of a route demand a key, with a stand-in for it.
@@ -114,6 +116,23 @@ fn example_path(route: &Route) -> String {
         Segment::Param(_) | Segment::Rest(_) => EXAMPLE_SEGMENT.to_owned(),
     });
     segments.fold(String::new(), |path, segment| path + "/" + &segment)
+}
+
+/// The query parameters that a route requires.
+fn example_query(route: &Route) -> String {
+    let encoded = |text: &str| {
+        let byte = |byte: u8| match byte {
+            b'-' | b'.' | b'_' | b'~' => char::from(byte).to_string(),
+            _ if byte.is_ascii_alphanumeric() => char::from(byte).to_string(),
+            _ => format!("%{byte:02X}"),
+        };
+        text.bytes().map(byte).collect::<String>()
+    };
+    let pair = |(name, value): &(String, Option<String>)| {
+        encoded(name) + &value.as_ref().map_or(String::new(), |value| format!("={}", encoded(value)))
+    };
+    let pairs: Vec<String> = route.query.iter().map(pair).collect();
+    if pairs.is_empty() { String::new() } else { format!("?{}", pairs.join("&")) }
 }
 
 /// The address by which a program on this machine reaches a listener.

@@ -8,6 +8,7 @@ use crate::proxy::served_config::ServedConfig;
 use transom_config::Config;
 use transom_config::path::Segment;
 use transom_config::route::Route;
+use transom_limiter::ip_prefix::Network;
 use transom_rules::router::{RouteQuery, UnmetCondition};
 
 /// Most other candidates that are explained.
@@ -49,9 +50,15 @@ impl RouteChoice {
         let explained = others.map(|(route, unmet)| {
             let reason = match (unmet, chosen) {
                 (Some(UnmetCondition::Method), _) => format!("it takes {} only", route.methods.join(", ")),
+                (Some(UnmetCondition::Network), _) => {
+                    let networks: Vec<String> = route.networks.iter().map(Network::to_string).collect();
+                    format!("it takes clients of `{}` only", networks.join("`, `"))
+                }
                 (Some(UnmetCondition::Header), _) => {
-                    let names: Vec<&str> = route.headers.iter().map(|(name, _)| name.as_str()).collect();
-                    format!("the request does not have the required header: `{}`", names.join("`, `"))
+                    format!("the request does not have the required header: `{}`", names_of(&route.headers))
+                }
+                (Some(UnmetCondition::Query), _) => {
+                    format!("the request does not have the required query parameter: `{}`", names_of(&route.query))
                 }
                 (None, Some(chosen)) => less_specific(route, chosen, query.host),
                 (None, None) => String::new(),
@@ -81,6 +88,11 @@ impl RouteChoice {
         let route = |route: &ExplainedRoute| json!({ "name": route.name, "path": route.path, "reason": route.reason });
         self.others.iter().map(route).collect()
     }
+}
+
+/// The names of required fields or parameters, to be written between backquotes.
+fn names_of(conditions: &[(String, Option<String>)]) -> String {
+    conditions.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join("`, `")
 }
 
 /// Why no route has the scheme, host and path of a request.
@@ -132,12 +144,23 @@ fn less_specific(route: &Route, chosen: &Route, host: &str) -> String {
             );
         }
     }
-    let values = |route: &Route| route.headers.iter().filter(|(_, value)| value.is_some()).count();
+    let conditions = |route: &Route| route.headers.len() + route.query.len();
+    let values = |route: &Route| route.headers.iter().chain(&route.query).filter(|(_, value)| value.is_some()).count();
     match (chosen.path.segments.len().cmp(&route.path.segments.len()), chosen.methods.is_empty()) {
         (Ordering::Less | Ordering::Greater, _) => format!("`{}` ends where the path ends", chosen.name),
         (Ordering::Equal, false) if route.methods.is_empty() => format!("`{}` names the method", chosen.name),
-        _ if chosen.headers.len() > route.headers.len() => format!("`{}` requires more headers", chosen.name),
-        _ if values(chosen) > values(route) => format!("`{}` requires more values of headers", chosen.name),
+        _ if chosen.widest_network() > route.widest_network() => match route.widest_network() {
+            None => format!("`{}` names networks", chosen.name),
+            Some(_) => format!("`{}` names narrower networks", chosen.name),
+        },
+        _ if conditions(chosen) > conditions(route) => match chosen.query.len() > route.query.len() {
+            true => format!("`{}` requires more query parameters", chosen.name),
+            false => format!("`{}` requires more headers", chosen.name),
+        },
+        _ if values(chosen) > values(route) => match chosen.query.is_empty() {
+            true => format!("`{}` requires more values of headers", chosen.name),
+            false => format!("`{}` requires more values of headers and query parameters", chosen.name),
+        },
         _ if chosen.methods.contains(&String::from("HEAD")) && !route.methods.contains(&String::from("HEAD")) => {
             format!("`{}` names HEAD", chosen.name)
         }

@@ -1,6 +1,9 @@
 //! Routing, rules and the upstream read a request alike: its host, the fields that choose a route, and its path.
 
+use serde_json::json;
+
 use crate::support::TempDir;
+use crate::support::client::{Client, HOST};
 use crate::support::gateway::{Gateway, with_listen};
 use crate::support::process::run;
 use crate::support::ratelimit_parser::{items, remaining};
@@ -183,4 +186,50 @@ fn parts_of_segments_are_parameters() {
     assert_eq!(upstream.received().pop().unwrap().target, "/static/a.css");
     gateway.get("/static/a.js").expect(404);
     assert_eq!(gateway.get("/old-7.html").expect(308).field("location"), Some("/new/7"));
+}
+
+#[test]
+fn routes_match_by_query_and_network() {
+    let upstream = Upstream::always(200);
+    let route = |name: &str, conditions: &str| {
+        format!(
+            "[[routes]]\nname = \"{name}\"\npath = \"/x\"\n{conditions}\nupstream = \"u\"\n\
+             response_headers = {{ set = {{ x-route = \"{{route}}\" }} }}\n"
+        )
+    };
+    let config = [
+        upstream.toml("u"),
+        route("plain", ""),
+        route("debug", "query = { debug = true }"),
+        route("version", "query = { v = \"2 b\" }"),
+        route("office", "networks = [\"198.51.100.0/24\", \"2001:db8::/32\"]"),
+        route("desk", "networks = \"198.51.100.7\"\nquery = { debug = \"1\" }"),
+    ]
+    .concat();
+    let gateway = Gateway::start(&format!(
+        "listen = {{ http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\", trusted_proxies = [\"127.0.0.1\"] }}\n\
+         admin = {{ hosts = [\"{HOST}\"] }}\n{config}"
+    ));
+    for (target, client, expected) in [
+        ("/x", "192.0.2.1", "plain"),
+        ("/x?debug", "192.0.2.1", "debug"),
+        ("//%78?a=b&debug=&debug=2", "192.0.2.1", "debug"),
+        ("/x?v=2+b", "192.0.2.1", "version"),
+        ("/x?%76=2%20b", "192.0.2.1", "version"),
+        ("/x?v=2", "192.0.2.1", "plain"),
+        ("/x", "198.51.100.9", "office"),
+        ("/x?v=2+b", "2001:db8::1", "office"),
+        ("/x?debug=1", "198.51.100.7", "desk"),
+        ("/x?debug=2", "198.51.100.7", "office"),
+    ] {
+        let response = gateway.get_with(target, &[("X-Forwarded-For", client)]).expect(200);
+        assert_eq!(response.field("x-route"), Some(expected), "{target} {client}");
+        // `explain` finds the same route.
+        let question = json!({ "method": "GET", "url": format!("http://{HOST}{target}"), "client": client });
+        let explained = Client::connect(gateway.admin).post("/v1/explain", question.to_string()).expect(200).json();
+        assert_eq!(explained["route"]["name"], expected, "{explained}");
+    }
+    let response = gateway.get_with("/x?v=2&v=2+b", &[("X-Forwarded-For", "192.0.2.1")]).expect(400);
+    let detail = "the request gives the query parameter `v` more than once, or not clearly";
+    assert_eq!(response.problem()["detail"], detail);
 }

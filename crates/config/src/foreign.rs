@@ -23,7 +23,7 @@ enum Values {
 type Row = (&'static [&'static str], Option<Values>, &'static str, &'static str);
 
 /// The first row that applies counts: those for some values come first.
-const SETTINGS: [Row; 112] = [
+const SETTINGS: [Row; 114] = [
     (
         &SWITCHES,
         Some(Values::Off),
@@ -208,6 +208,18 @@ const SETTINGS: [Row; 112] = [
     (&["location", "uri", "prefix", "match", "path_prefix"], None, "path", "write `path = \"/api/{*rest}\"`"),
     (&["acl"], None, "path", "write `path = \"/api/{*rest}\"`, and `host`, `methods` or `headers` where they matter"),
     (&["server_name", "domains", "domain", "vhost", "hostnames"], None, "host", "write it as `host`"),
+    (
+        &["query_params", "query_parameters", "query_param", "query_match", "params", "args"],
+        None,
+        "query",
+        "write `query = { version = \"2\" }`, or `query = { version = true }` for any value",
+    ),
+    (
+        &["remote_ip", "remote_address", "source_ip", "source_ips", "source_range", "src"],
+        None,
+        "networks",
+        "write `networks = [\"10.0.0.0/8\"]`, or `allow` to refuse all other requests",
+    ),
     (&["plans", "plan", "tiers"], None, "rules", "write `[rules.NAME.plans.PLAN]`, then its `windows`"),
     (&["tiers", "levels"], None, "plans", "write `[rules.NAME.plans.PLAN]`, then its `windows`"),
     (&["prometheus"], None, "listen", "write `metrics = \"127.0.0.1:9100\"` in `[listen]`"),

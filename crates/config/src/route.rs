@@ -19,10 +19,12 @@ use super::rule::{self, CheckedRule, RATE_LIMIT_STYLES};
 use super::settings::{Boolean, Choice, Custom, Integer, Optional, Required, Section, Shape, Text, Texts, Word};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::upstream::Upstream;
-use super::values::{Definitions, FIELD_NAME_FIX, parse_field_name};
+use super::values::{Definitions, FIELD_NAME_FIX, parse_field_name, read_network};
 use super::{RouteId, UpstreamId};
 use transom_http::path_normalize::PathReading;
+use transom_http::percent_encoding::decode_escape;
 use transom_limiter::handles::{IdVec, RuleId};
+use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, Rule};
 
@@ -37,6 +39,10 @@ pub struct Route {
     pub methods: Vec<String>,
     /// Required request fields, by lower-case name, with their value; `None`: any value.
     pub headers: Vec<(String, Option<String>)>,
+    /// Required query parameters, decoded, with their value; `None`: any value.
+    pub query: Vec<(String, Option<String>)>,
+    /// Networks of the client's address; empty: any.
+    pub networks: Vec<Network>,
     pub path: PathPattern,
     /// `Some(true)`: only requests that came by https; `Some(false)`: only others; `None`: both.
     pub secure: Option<bool>,
@@ -51,6 +57,13 @@ pub struct Route {
     pub allow: Vec<Allowed>,
     /// Replaces the cost of rules with a fixed cost.
     pub cost: Option<u32>,
+}
+
+impl Route {
+    /// The shortest prefix of the networks, as of an IPv6 address; `None` if there are no networks.
+    pub fn widest_network(&self) -> Option<u8> {
+        self.networks.iter().map(|network| network.prefix + if network.address.is_ipv4() { 96 } else { 0 }).min()
+    }
 }
 
 settings! {
@@ -79,6 +92,18 @@ settings! {
             ),
             read_headers,
         );
+        /// Query parameters that must be present, by their decoded names; `true`: with any value, also none. A request with a
+        /// repeated parameter whose value a route compares gets 400.
+        query: Vec<(String, Option<String>)> = Custom::or_empty(
+            || Shape::described(
+                "table of parameter = value or `true`",
+                Shape::map_of(Shape::AnyOf(vec![Shape::Text("value"), Shape::Boolean])),
+            ),
+            read_query,
+        );
+        /// Networks of the client's address, as [`trusted_proxies`](#listen) and the PROXY protocol determine it. Other requests
+        /// match other routes, or get 404; `allow` refuses them instead. Without it: any.
+        networks: Vec<Network> = Custom::or_empty(|| Shape::one_or_list("network"), read_networks);
         /// Scheme of the client's request, or the scheme that a trusted proxy reports. Without it: both. A scheme that no
         /// listener and no trusted proxy can produce is an error.
         scheme: Option<bool> = Optional(Choice(false, &[("http", false), ("https", true)]));
@@ -210,6 +235,92 @@ fn read_headers(item: &Item, report: &mut Report) -> Option<Vec<(String, Option<
     Some(found)
 }
 
+/// Reads the query parameters that a request must have: each a value, or `None` for any value.
+fn read_query(item: &Item, report: &mut Report) -> Option<Vec<(String, Option<String>)>> {
+    let table = item.table(
+        "`query`",
+        "write `query = { version = \"2\" }`, or `query = { version = true }` for any value",
+        report,
+    )?;
+    let mut found: Vec<(String, Option<String>)> = Vec::new();
+    for entry in table.items() {
+        let Item { key, key_span, span, value, .. } = &entry;
+        let is_encoded =
+            |text: &str| text.match_indices('%').any(|(at, _)| decode_escape(&text.as_bytes()[at..]).is_some());
+        let (span, message, fix) = match value {
+            _ if key.is_empty() => {
+                (key_span, String::from("a query parameter has a name"), "write the name before the `=`")
+            }
+            _ if is_encoded(key) => {
+                let message = format!("{} is percent-encoded, and names are compared decoded", quoted(key));
+                (key_span, message, "write the decoded name")
+            }
+            DeValue::Boolean(true) => {
+                found.push(((*key).to_owned(), None));
+                continue;
+            }
+            DeValue::String(value) if is_foreign_pattern("", value) => {
+                let message = format!("{} is a pattern, and a route compares the whole value", quoted(value));
+                (span, message, "write one value, or `true` for any value: each value needs a route of its own")
+            }
+            DeValue::String(value) if is_encoded(value) => {
+                let message = format!("{} is percent-encoded, and values are compared decoded", quoted(value));
+                (span, message, "write the decoded value")
+            }
+            DeValue::String(value) => {
+                found.push(((*key).to_owned(), Some(value.to_string())));
+                continue;
+            }
+            DeValue::Boolean(false) => {
+                let fix = "remove it: a route without this parameter matches the requests that more specific routes do not match";
+                (span, String::from("a route cannot require a query parameter to be absent"), fix)
+            }
+            _ => {
+                let fix = "write the value in quotes, or `true` for any value";
+                let _: Option<()> = entry.wrong_type("a string or `true`", fix, report);
+                continue;
+            }
+        };
+        report.problem(span.clone(), message, fix);
+    }
+    Some(found)
+}
+
+fn read_networks(item: &Item, report: &mut Report) -> Option<Vec<Network>> {
+    const WITHOUT: &str = "the route then matches any client";
+    let words = item.strings("[\"10.0.0.0/8\"]", report)?;
+    if words.is_empty() {
+        return report.reject(item.span.clone(), "`networks` is empty", format!("remove it: {WITHOUT}"));
+    }
+    let mut found: Vec<Network> = Vec::new();
+    for word in &words {
+        let (message, fix) = match word.text {
+            "all" | "any" | "*" => {
+                (format!("{} is not a network", quoted(word.text)), format!("remove `networks`: {WITHOUT}"))
+            }
+            text if text.starts_with(['!', '-']) => {
+                let fix = "write a route with the network, which is more specific, beside one without `networks`";
+                (format!("{} is not a network", quoted(text)), fix.to_owned())
+            }
+            text if text.starts_with("unix") => {
+                let fix = "remove it: a client of a Unix socket has no address, and matches routes without `networks`";
+                (format!("{} is not a network", quoted(text)), fix.to_owned())
+            }
+            text => match read_network(word, report) {
+                Some(network) if found.contains(&network) => {
+                    (format!("{} is listed twice", quoted(text)), String::from("remove it"))
+                }
+                network => {
+                    found.extend(network);
+                    continue;
+                }
+            },
+        };
+        report.problem(word.span.clone(), message, fix);
+    }
+    Some(found)
+}
+
 /// Whether the value of a field is a pattern of another product: a regular expression, a negation or a wildcard. `*/*` and
 /// entity tags are values.
 fn is_foreign_pattern(field: &str, value: &str) -> bool {
@@ -268,7 +379,7 @@ pub fn read_routes(item: Option<Item>, context: &RouteContext, report: &mut Repo
 fn suggest_path(table: &mut Table) {
     // As in Traefik: `rule = "PathPrefix(`/api`)"`. A name alone is meant for `rules`.
     if table.given("rule").is_some_and(|item| item.value.as_str().is_some_and(|text| text.contains('('))) {
-        let fix = "write `path = \"/api/{*rest}\"`, and `host`, `methods` or `headers` where they matter";
+        let fix = "write `path = \"/api/{*rest}\"`, and `host`, `methods`, `headers`, `query` or `networks` where they matter";
         table.suggest_for("rule", "path", fix);
     }
     for key in ["location", "prefix", "path_prefix", "match", "uri"] {
@@ -346,6 +457,8 @@ impl RouteContext<'_> {
                 hosts: conditions.host,
                 methods: conditions.methods,
                 headers: conditions.headers,
+                query: conditions.query,
+                networks: conditions.networks,
                 path,
                 secure: conditions.scheme,
                 actions,
@@ -430,7 +543,7 @@ impl RouteContext<'_> {
     }
 }
 
-/// Reports routes that earlier routes make unreachable. Only routes with the same path shape, headers and scheme are
+/// Reports routes that earlier routes make unreachable. Only routes with the same path shape, headers, query and scheme are
 /// compared: a route with fewer conditions is less specific, so it never makes another unreachable.
 fn report_unreachable(routes: &[ParsedRoute], report: &mut Report) {
     let mut earlier: HashMap<_, Vec<&ParsedRoute>> = HashMap::new();
@@ -442,9 +555,13 @@ fn report_unreachable(routes: &[ParsedRoute], report: &mut Report) {
             Segment::Param(_) => (&[][..], false),
             Segment::Rest(_) => (&[][..], true),
         });
-        let mut headers: Vec<_> = route.route.headers.iter().collect();
-        headers.sort();
-        let before = earlier.entry((shape.collect::<Vec<_>>(), headers, route.route.secure)).or_default();
+        let [headers, query] = [&route.route.headers, &route.route.query].map(|conditions| {
+            let mut sorted: Vec<_> = conditions.iter().collect();
+            sorted.sort();
+            sorted
+        });
+        let others = (headers, query, route.route.networks.is_empty(), route.route.secure);
+        let before = earlier.entry((shape.collect::<Vec<_>>(), others)).or_default();
         if let Some(lines) = covering_lines(route, before, report) {
             let message = match lines.as_slice() {
                 [line] => format!("this route can never match: the route on line {line} matches all its requests"),
@@ -454,24 +571,28 @@ fn report_unreachable(routes: &[ParsedRoute], report: &mut Report) {
                 }
                 [] => continue,
             };
-            let fix = "remove one of them, or distinguish them by `path`, `host`, `scheme`, `methods` or `headers`";
+            let fix = "remove one of them, or distinguish them by `path`, `host`, `scheme`, `methods`, `headers`, `query` or `networks`";
             report.missing(route.span.clone(), message, fix);
         }
         before.push(route);
     }
 }
 
-/// The lines of the earlier routes that match all requests of `route`: for each of its hosts and methods, the first
-/// earlier route with both. `None` if there is a combination that no earlier route matches.
+/// The lines of the earlier routes that match all requests of `route`: for each of its hosts, methods and networks, the first
+/// earlier route with all three that is not less specific. `None` if there is a combination that no earlier route matches.
 fn covering_lines(route: &ParsedRoute, before: &[&ParsedRoute], report: &Report) -> Option<Vec<String>> {
     let mut positions = Vec::new();
     for host in values_or_any(&route.route.hosts) {
         for method in values_or_any(&route.route.methods) {
-            let is_match = |other: &&&ParsedRoute| {
-                values_or_any(&other.route.hosts).any(|h| h == host)
-                    && values_or_any(&other.route.methods).any(|m| m == method)
-            };
-            positions.push(before.iter().find(is_match)?.span.start);
+            for network in values_or_any(&route.route.networks) {
+                let is_match = |other: &&&ParsedRoute| {
+                    values_or_any(&other.route.hosts).any(|h| h == host)
+                        && values_or_any(&other.route.methods).any(|m| m == method)
+                        && values_or_any(&other.route.networks).any(|n| contains(n, network))
+                        && other.route.widest_network() >= route.route.widest_network()
+                };
+                positions.push(before.iter().find(is_match)?.span.start);
+            }
         }
     }
     positions.sort_unstable();
@@ -480,9 +601,19 @@ fn covering_lines(route: &ParsedRoute, before: &[&ParsedRoute], report: &Report)
 }
 
 /// The values of a list, or a single `None` for any value if the list is empty.
-fn values_or_any(values: &[String]) -> impl Iterator<Item = Option<&str>> {
+fn values_or_any<T>(values: &[T]) -> impl Iterator<Item = Option<&T>> {
     let any = values.is_empty().then_some(None);
-    values.iter().map(|value| Some(value.as_str())).chain(any)
+    values.iter().map(Some).chain(any)
+}
+
+/// Whether a network contains another one. Both are absent if routes have no networks.
+fn contains(outer: Option<&Network>, inner: Option<&Network>) -> bool {
+    match (outer, inner) {
+        (Some(outer), Some(inner)) => {
+            outer.prefix <= inner.prefix && Network::containing(inner.address, outer.prefix) == *outer
+        }
+        (outer, inner) => outer == inner,
+    }
 }
 
 /// Gives a unique name to each route without a configured name, and reports configured names that are not unique.
@@ -510,7 +641,7 @@ fn assign_names(routes: &mut [ParsedRoute], report: &mut Report) {
     }
 }
 
-/// Levels of detail: with host and scheme; with methods; with headers; with the number of the route.
+/// Levels of detail: with host and scheme; with methods; with headers, query and networks; with the number of the route.
 const NAME_LEVELS: usize = 4;
 
 fn detailed_name(route: &Route, index: usize, level: usize) -> String {
@@ -522,6 +653,12 @@ fn detailed_name(route: &Route, index: usize, level: usize) -> String {
     if level >= 3 {
         for (field, value) in &route.headers {
             name += &format!(" {field}={}", value.as_deref().unwrap_or("*"));
+        }
+        for (parameter, value) in &route.query {
+            name += &format!(" ?{parameter}={}", value.as_deref().unwrap_or("*"));
+        }
+        for network in &route.networks {
+            name += &format!(" {network}");
         }
     }
     // A configured name, or a header value with spaces, may still equal the name.

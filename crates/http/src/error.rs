@@ -68,6 +68,8 @@ pub enum RequestError {
     NoRoute,
     /// A field that routes match by value is given more than once.
     RouteField(HeaderName),
+    /// A query parameter that routes match is given more than once, or so that servers read it differently.
+    RouteParameter(String),
     /// A proxy asks about a request whose method, target or host it does not name, or names twice.
     OriginalRequest(&'static str),
     /// The request lacks a part of a rule's key.
@@ -252,6 +254,7 @@ error_kinds! {
     Protocol           "protocol"             Client   501 Unknown           Quiet   false,
     StoreUnavailable   "store_unavailable"    Gateway  503 Unavailable       Warning false,
     RouteField         "route_field"          Client   400 Internal          Quiet   true,
+    RouteParameter     "route_parameter"      Client   400 Internal          Quiet   true,
     KeyMalformed       "key_malformed"        Client   400 Internal          Quiet   false,
     KeyUnknown         "key_unknown"          Client   401 Unauthenticated   Quiet   false,
     HeadIncomplete     "head_incomplete"      Client   499 Unknown           Quiet   true,
@@ -367,6 +370,9 @@ impl fmt::Display for RequestError {
                 write!(f, "the request that the proxy asks about is not clear: {problem}")
             }
             RequestError::RouteField(field) => write!(f, "the request gives `{field}` more than once"),
+            RequestError::RouteParameter(name) => {
+                write!(f, "the request gives the query parameter `{name}` more than once, or not clearly")
+            }
             // Clients are known by their addresses or certificates only.
             RequestError::KeyMissing { part, .. } if part == "client" => {
                 f.write_str("neither the address nor a certificate belongs to a client of this API")

@@ -43,6 +43,14 @@ pub struct InvalidEscape;
 /// Some servers also split at `;`, others ignore the case of names or replace characters in them. A query in which these find
 /// another value counts as repeated.
 pub fn query_parameter<'a>(query: &'a str, name: &str) -> Result<Occurrence<'a>, InvalidEscape> {
+    Ok(match query_parameter_or_empty(query, name)? {
+        Occurrence::Single(value) if value.is_empty() => Occurrence::Absent,
+        found => found,
+    })
+}
+
+/// As [`query_parameter`], where an empty value is a value: without a pair of the name, the parameter is absent.
+pub fn query_parameter_or_empty<'a>(query: &'a str, name: &str) -> Result<Occurrence<'a>, InvalidEscape> {
     let mut pairs = Pairs::default();
     for pair in query.as_bytes().split(|byte| *byte == b'&') {
         pairs.add_if(pair, name_matches(name_of(pair), name.as_bytes())?);
@@ -61,13 +69,18 @@ pub fn query_parameter<'a>(query: &'a str, name: &str) -> Result<Occurrence<'a>,
         return Ok(Occurrence::Repeated);
     }
     match pairs.value {
-        None | Some(b"") => Ok(Occurrence::Absent),
+        None => Ok(Occurrence::Absent),
         Some(value) if PercentDecoder::is_plain(value) => Ok(Occurrence::Single(Cow::Borrowed(value))),
         Some(value) => PercentDecoder::new(value)
             .collect::<Result<Vec<u8>, InvalidEscape>>()
             .map(Cow::Owned)
             .map(Occurrence::Single),
     }
+}
+
+/// Whether a query has pairs of a name, however many.
+pub fn has_query_parameter(query: &str, name: &str) -> bool {
+    query.as_bytes().split(|byte| *byte == b'&').any(|pair| name_matches(name_of(pair), name.as_bytes()) == Ok(true))
 }
 
 /// The pairs of a query with one name.
@@ -308,6 +321,28 @@ mod tests {
     fn an_absent_or_empty_query_value_is_absent() {
         for query in ["", "token", "token=", "tokens=a", "toke=a", "a=token", "a;b=token"] {
             assert_eq!(token(query), Ok(None), "{query}");
+        }
+    }
+
+    #[test]
+    fn an_empty_query_value_differs_from_an_absent_one() {
+        let single = |value: &'static [u8]| Ok(Occurrence::Single(Cow::Borrowed(value)));
+        for (query, expected) in [
+            ("", Ok(Occurrence::Absent)),
+            ("tokens", Ok(Occurrence::Absent)),
+            ("token", single(b"")),
+            ("a&token=", single(b"")),
+            ("token=a", single(b"a")),
+            ("token&token", Ok(Occurrence::Repeated)),
+            ("Token=a", Ok(Occurrence::Repeated)),
+            ("token=%", Err(InvalidEscape)),
+        ] {
+            assert_eq!(query_parameter_or_empty(query, "token"), expected, "{query}");
+        }
+        for (query, expected) in
+            [("token&tok%65n=a", true), ("Token=a", false), ("a=token", false), ("%zz&token", true)]
+        {
+            assert_eq!(has_query_parameter(query, "token"), expected, "{query}");
         }
     }
 

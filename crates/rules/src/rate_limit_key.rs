@@ -765,6 +765,8 @@ pub mod tests {
             hosts: vec![],
             methods: vec![],
             headers: vec![],
+            query: vec![],
+            networks: vec![],
             path: PathPattern { text: "/u/{id}".to_owned(), segments },
             secure: None,
             actions: None,

@@ -12,7 +12,7 @@ use crate::client_plans::{ClientLookup, ClientPlans, KnownClient};
 use crate::key_source::{ConnectionValues, RequestAttributes};
 use crate::rate_limit_key::{KeyDescription, KeyFailure};
 use crate::route_actions::{RouteActions, TemplateVariables};
-use crate::router::{AmbiguousHeader, RouteQuery};
+use crate::router::{Ambiguity, RouteQuery};
 use crate::store_key_text::KeyDigester;
 use transom_config::RouteId;
 use transom_http::client_address::ClientAddress;
@@ -72,8 +72,8 @@ pub enum NotCounted {
 impl<'a> RequestView<'a> {
     /// The request as the router sees it.
     pub fn route_query(&self) -> RouteQuery<'a> {
-        let RequestView { host, method, headers, path, is_secure, .. } = *self;
-        RouteQuery { host, method, headers, path, secure: is_secure }
+        let RequestView { address, host, method, headers, path, uri, is_secure, .. } = *self;
+        RouteQuery { address, host, method, headers, path, query: uri.query().unwrap_or_default(), secure: is_secure }
     }
 }
 
@@ -90,7 +90,10 @@ impl CompiledConfig {
         wall_ms: impl FnOnce() -> u64,
     ) -> Result<ResolvedRequest<'a>, RequestError> {
         let found = self.router.find(&view.route_query(), params);
-        let found = found.map_err(|AmbiguousHeader(field)| RequestError::RouteField(field.clone()))?;
+        let found = found.map_err(|ambiguity| match ambiguity {
+            Ambiguity::Header(name) => RequestError::RouteField(name.clone()),
+            Ambiguity::Parameter(name) => RequestError::RouteParameter(name.to_owned()),
+        })?;
         let route_id = found.ok_or(RequestError::NoRoute)?;
         let route = &self.routes[route_id];
         Ok(ResolvedRequest {

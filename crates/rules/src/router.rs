@@ -3,7 +3,8 @@
 //! Routes that name a scheme are a router of their own, which comes first. The most specific match wins: an exact host
 //! over a wildcard over any host; segment by segment, a literal over a segment with wildcards (the longer literal text in
 //! all, at the beginning, at the end, at last the first in the alphabet) over a parameter over a catch-all; a route with
-//! methods over one without; more required fields over fewer; at last, the order of the file. If no route of a branch
+//! methods over one without; one with networks over one without, and the narrower networks; more required fields and query
+//! parameters over fewer; at last, the order of the file. If no route of a branch
 //! matches method and fields, the search continues in less specific branches. The time grows with the segments of the path
 //! and the lengths of literal text that segments with wildcards have, not with the number of routes.
 
@@ -12,6 +13,7 @@ use std::collections::BTreeMap;
 use std::hash::BuildHasher;
 use std::num::NonZeroU32;
 use std::ops::Range;
+use std::sync::Arc;
 
 use compact_str::CompactString;
 use foldhash::HashMap;
@@ -22,8 +24,11 @@ use http::{HeaderValue, Method};
 use transom_config::RouteId;
 use transom_config::path::{PathPattern, Segment};
 use transom_config::route::Route;
+use transom_http::client_address::ClientAddress;
 use transom_http::path_normalize::TrailingSlash;
+use transom_http::request_values::{InvalidEscape, Occurrence, has_query_parameter, query_parameter_or_empty};
 use transom_limiter::handles::IdVec;
+use transom_limiter::ip_prefix::Networks;
 
 /// Segments of a path that are matched one by one; deeper paths match catch-alls only.
 const DEPTH_MAX: usize = 64;
@@ -106,12 +111,23 @@ struct Candidate {
     conditions: Option<Box<Conditions>>,
 }
 
-/// What a route requires of method and fields.
+/// What a route requires beside scheme, host and path.
 #[derive(Clone, Debug)]
 struct Conditions {
     methods: Vec<Method>,
     /// A field has to be present, with the value if there is one.
     headers: Vec<(HeaderName, Option<HeaderValue>)>,
+    /// As `headers`, decoded.
+    query: Vec<(String, Option<String>)>,
+    networks: Option<RouteNetworks>,
+}
+
+/// The networks to which the address of the client must belong.
+#[derive(Clone, Debug)]
+struct RouteNetworks {
+    networks: Arc<Networks<()>>,
+    /// See [`Route::widest_network`].
+    widest: u8,
 }
 
 /// The attributes of a request that routes match.
@@ -120,29 +136,40 @@ pub struct RouteQuery<'a> {
     pub host: &'a str,
     pub method: &'a Method,
     pub headers: &'a HeaderMap,
+    /// Of the client.
+    pub address: ClientAddress,
     /// Normalized.
     pub path: &'a str,
+    /// As received, without `?`.
+    pub query: &'a str,
     /// Whether the client used https.
     pub secure: bool,
 }
 
-/// A field that routes match by value is given more than once; the upstream might use another value.
+/// Why the upstream might read a request differently from the router.
 #[derive(PartialEq, Eq, Debug)]
-pub struct AmbiguousHeader<'r>(pub &'r HeaderName);
+pub enum Ambiguity<'r> {
+    /// A field that routes match by value is given more than once.
+    Header(&'r HeaderName),
+    /// So is a query parameter, or some servers take another one for it, or it cannot be decoded.
+    Parameter(&'r str),
+}
 
-type Match<'r> = Result<Option<RouteId>, AmbiguousHeader<'r>>;
+type Match<'r> = Result<Option<RouteId>, Ambiguity<'r>>;
 
 /// The condition of a route that a request of its host and path does not meet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum UnmetCondition {
     Method,
+    Network,
     Header,
+    Query,
 }
 
 /// Whether a request meets the conditions of a candidate.
-trait Accepts: for<'c> FnMut(&'c Candidate, &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'c>> {}
+trait Accepts: for<'c> FnMut(&'c Candidate, &RouteQuery<'_>) -> Result<bool, Ambiguity<'c>> {}
 
-impl<F: for<'c> FnMut(&'c Candidate, &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'c>>> Accepts for F {}
+impl<F: for<'c> FnMut(&'c Candidate, &RouteQuery<'_>) -> Result<bool, Ambiguity<'c>>> Accepts for F {}
 
 impl Router {
     pub fn new(routes: &IdVec<RouteId, Route>, trailing_slash: TrailingSlash) -> Router {
@@ -517,45 +544,86 @@ impl Candidate {
             HeaderName::from_bytes(name.as_bytes()).ok().map(|name| (name, value))
         };
         let headers: Vec<_> = route.headers.iter().filter_map(header).collect();
-        let conditions =
-            (!methods.is_empty() || !headers.is_empty()).then(|| Box::new(Conditions { methods, headers }));
-        Candidate { route: id, conditions }
+        let networks = route.widest_network().map(|widest| RouteNetworks {
+            networks: Arc::new(Networks::new(route.networks.iter().map(|network| (*network, ())))),
+            widest,
+        });
+        let conditions = Conditions { methods, headers, query: route.query.clone(), networks };
+        Candidate { route: id, conditions: conditions.exist().then(|| Box::new(conditions)) }
     }
 
     /// Sort key: the most specific candidate first.
-    fn specificity_order(&self) -> (bool, Reverse<usize>, Reverse<usize>, bool, RouteId) {
-        let Some(conditions) = &self.conditions else { return (true, Reverse(0), Reverse(0), false, self.route) };
-        let values = conditions.headers.iter().filter(|(_, value)| value.is_some()).count();
+    fn specificity_order(&self) -> (bool, Reverse<Option<u8>>, Reverse<[usize; 2]>, bool, RouteId) {
+        let Some(conditions) = &self.conditions else {
+            return (true, Reverse(None), Reverse([0; 2]), false, self.route);
+        };
         // A route for HEAD precedes one for GET, which also matches HEAD.
         let by_get = conditions.methods.contains(&Method::GET) && !conditions.methods.contains(&Method::HEAD);
-        (conditions.methods.is_empty(), Reverse(conditions.headers.len()), Reverse(values), by_get, self.route)
+        let values = conditions.headers.iter().filter(|(_, value)| value.is_some()).count()
+            + conditions.query.iter().filter(|(_, value)| value.is_some()).count();
+        let widest = conditions.networks.as_ref().map(|networks| networks.widest);
+        let names = conditions.headers.len() + conditions.query.len();
+        (conditions.methods.is_empty(), Reverse(widest), Reverse([names, values]), by_get, self.route)
     }
 
-    fn matches(&self, query: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
+    fn matches(&self, query: &RouteQuery<'_>) -> Result<bool, Ambiguity<'_>> {
         self.conditions.as_ref().map_or(Ok(true), |conditions| conditions.are_met_by(query))
     }
 
     fn unmet_condition(&self, query: &RouteQuery<'_>) -> Option<UnmetCondition> {
         let conditions = self.conditions.as_ref()?;
-        if !conditions.include_method(query.method) {
-            return Some(UnmetCondition::Method);
-        }
-        (conditions.are_met_by(query) != Ok(true)).then_some(UnmetCondition::Header)
+        [
+            (conditions.include_method(query.method), UnmetCondition::Method),
+            (conditions.include_address(query.address), UnmetCondition::Network),
+            (conditions.match_headers(query.headers) == Ok(true), UnmetCondition::Header),
+            (conditions.match_query(query.query) == Ok(true), UnmetCondition::Query),
+        ]
+        .into_iter()
+        .find_map(|(is_met, condition)| (!is_met).then_some(condition))
     }
 }
 
 impl Conditions {
-    fn are_met_by(&self, query: &RouteQuery<'_>) -> Result<bool, AmbiguousHeader<'_>> {
-        if !self.include_method(query.method) {
+    fn exist(&self) -> bool {
+        let Conditions { methods, headers, query, networks } = self;
+        !methods.is_empty() || !headers.is_empty() || !query.is_empty() || networks.is_some()
+    }
+
+    fn are_met_by(&self, query: &RouteQuery<'_>) -> Result<bool, Ambiguity<'_>> {
+        if !self.include_method(query.method) || !self.include_address(query.address) {
             return Ok(false);
         }
+        Ok(self.match_headers(query.headers)? && self.match_query(query.query)?)
+    }
+
+    /// No network contains the callers of Unix sockets.
+    fn include_address(&self, address: ClientAddress) -> bool {
+        let contains = |own: &RouteNetworks| address.ip().is_some_and(|ip| own.networks.most_specific(ip).is_some());
+        self.networks.as_ref().is_none_or(contains)
+    }
+
+    fn match_headers(&self, headers: &HeaderMap) -> Result<bool, Ambiguity<'_>> {
         let mut are_met = true;
         for (name, value) in &self.headers {
-            let mut values = query.headers.get_all(name).iter();
+            let mut values = headers.get_all(name).iter();
             are_met &= match (value, values.next(), values.next()) {
-                (Some(_), _, Some(_)) => return Err(AmbiguousHeader(name)),
+                (Some(_), _, Some(_)) => return Err(Ambiguity::Header(name)),
                 (Some(value), first, None) => first == Some(value),
                 (None, first, _) => first.is_some(),
+            };
+        }
+        Ok(are_met)
+    }
+
+    fn match_query(&self, query: &str) -> Result<bool, Ambiguity<'_>> {
+        let mut are_met = true;
+        for (name, value) in &self.query {
+            are_met &= match (query_parameter_or_empty(query, name), value) {
+                (Ok(Occurrence::Absent), _) => false,
+                (Ok(Occurrence::Single(found)), Some(value)) => *found == *value.as_bytes(),
+                (Ok(Occurrence::Single(_)), None) => true,
+                (Ok(Occurrence::Repeated), None) if has_query_parameter(query, name) => true,
+                (Ok(Occurrence::Repeated) | Err(InvalidEscape), _) => return Err(Ambiguity::Parameter(name)),
             };
         }
         Ok(are_met)
@@ -574,10 +642,14 @@ fn method_matches(method: &Method, requested: &Method) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
     use super::*;
     use proptest::prelude::*;
     use transom_config::path::WildcardSegment;
     use transom_limiter::handles::Handle;
+
+    const CLIENT: ClientAddress = ClientAddress::Ip(IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)));
 
     fn pattern(text: &str) -> PathPattern {
         let segment = |segment: &str| match segment.strip_prefix('{').and_then(|s| s.strip_suffix('}')) {
@@ -621,6 +693,8 @@ mod tests {
                 .into_iter()
                 .map(|name| (name, None))
                 .collect(),
+            query: vec![],
+            networks: vec![],
             path: pattern(words[2]),
             secure: None,
             actions: None,
@@ -644,7 +718,15 @@ mod tests {
     ) -> Option<(&'a str, Vec<String>)> {
         let mut params = Vec::new();
         let method = Method::from_bytes(method.as_bytes()).unwrap();
-        let query = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path, secure: false };
+        let query = RouteQuery {
+            host,
+            method: &method,
+            headers: &HeaderMap::new(),
+            path,
+            address: CLIENT,
+            query: "",
+            secure: false,
+        };
         let route = Router::new(routes, TrailingSlash::Keep).find(&query, &mut params).unwrap()?;
         Some((routes[route].name.as_str(), params.into_iter().map(|range| path[range].to_owned()).collect()))
     }
@@ -686,7 +768,15 @@ mod tests {
         for (path, index, params) in
             [("/f", 0, Some(2..2)), ("/f/a", 0, Some(3..4)), ("/", 1, Some(1..1)), ("/g", 2, None)]
         {
-            let query = RouteQuery { host: "", method: &Method::GET, headers: &HeaderMap::new(), path, secure: false };
+            let query = RouteQuery {
+                host: "",
+                method: &Method::GET,
+                headers: &HeaderMap::new(),
+                path,
+                address: CLIENT,
+                query: "",
+                secure: false,
+            };
             let mut found = Vec::new();
             assert_eq!(router.find(&query, &mut found), Ok(Some(RouteId::at(index))), "{path}");
             assert_eq!(found, Vec::from_iter(params), "{path}");
@@ -841,7 +931,7 @@ mod tests {
                         .filter_map(|(id, route)| Some((order(route), id, naive_match(&route.path.segments, &segments)?)))
                         .min_by_key(|(order, id, _)| (order.clone(), *id));
                     let method = Method::from_bytes(method.as_bytes()).unwrap();
-                    let query = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path: &path, secure: false };
+                    let query = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path: &path, address: CLIENT, query: "", secure: false };
                     let mut params = Vec::new();
                     let found = router.find(&query, &mut params).unwrap();
                     let found = found.map(|id| (id, params.into_iter().map(|range| path[range].to_owned()).collect::<Vec<_>>()));
@@ -865,7 +955,15 @@ mod tests {
         let routes =
             routes(["GET - /a/b", "POST - /a/{x}", "- - /{*all}", "- - /c", "- a.example.com,*.example.com /{*all}"]);
         let candidates = |method: Method, host| {
-            let query = RouteQuery { host, method: &method, headers: &HeaderMap::new(), path: "/a/b", secure: false };
+            let query = RouteQuery {
+                host,
+                method: &method,
+                headers: &HeaderMap::new(),
+                path: "/a/b",
+                address: CLIENT,
+                query: "",
+                secure: false,
+            };
             let found = Router::new(&routes, TrailingSlash::Keep).candidates(&query);
             found.into_iter().map(|(route, unmet)| (route.index(), unmet)).collect::<Vec<_>>()
         };
@@ -891,7 +989,15 @@ mod tests {
         routes[RouteId::at(0)].secure = Some(false);
         routes[RouteId::at(2)].secure = Some(true);
         let name = |host, path, secure| {
-            let query = RouteQuery { host, method: &Method::GET, headers: &HeaderMap::new(), path, secure };
+            let query = RouteQuery {
+                host,
+                method: &Method::GET,
+                headers: &HeaderMap::new(),
+                path,
+                address: CLIENT,
+                query: "",
+                secure,
+            };
             Router::new(&routes, TrailingSlash::Keep)
                 .find(&query, &mut Vec::new())
                 .unwrap()
@@ -917,7 +1023,15 @@ mod tests {
         assert_eq!(name(&routes, "PUT", "", "/x"), Some("- - /x"));
         let mut headers = HeaderMap::new();
         headers.insert("x-beta", HeaderValue::from_static("1"));
-        let query = RouteQuery { host: "", method: &Method::PUT, headers: &headers, path: "/x", secure: false };
+        let query = RouteQuery {
+            host: "",
+            method: &Method::PUT,
+            headers: &headers,
+            path: "/x",
+            address: CLIENT,
+            query: "",
+            secure: false,
+        };
         assert_eq!(Router::new(&routes, TrailingSlash::Keep).find(&query, &mut Vec::new()), Ok(Some(RouteId::at(1))));
     }
 
@@ -937,12 +1051,87 @@ mod tests {
         twice.append(&name, HeaderValue::from_static("2"));
         for (path, headers, found) in [
             ("/x", &once, Ok(Some(RouteId::at(1)))),
-            ("/x", &twice, Err(AmbiguousHeader(&name))),
+            ("/x", &twice, Err(Ambiguity::Header(&name))),
             ("/y", &twice, Ok(Some(RouteId::at(3)))),
             ("/z", &twice, Ok(Some(RouteId::at(0)))),
         ] {
-            let query = RouteQuery { host: "", method: &Method::GET, headers, path, secure: false };
+            let query =
+                RouteQuery { host: "", method: &Method::GET, headers, path, address: CLIENT, query: "", secure: false };
             assert_eq!(router.find(&query, &mut Vec::new()), found, "{path}");
+        }
+    }
+
+    /// A request for `/x` with a query and an address.
+    fn found_by(routes: &IdVec<RouteId, Route>, query: &str, address: &str) -> Result<Option<usize>, String> {
+        let query = RouteQuery {
+            host: "",
+            method: &Method::GET,
+            headers: &HeaderMap::new(),
+            path: "/x",
+            address: address.parse().unwrap(),
+            query,
+            secure: false,
+        };
+        let router = Router::new(routes, TrailingSlash::Keep);
+        let found = router.find(&query, &mut Vec::new()).map_err(|error| format!("{error:?}"));
+        let first_met =
+            router.candidates(&query).into_iter().find(|(_, unmet)| unmet.is_none()).map(|(route, _)| route);
+        assert!(found.as_ref().is_ok_and(|found| *found == first_met) || found.is_err());
+        found.map(|found| found.map(|route| route.index()))
+    }
+
+    #[test]
+    fn query_parameters_are_compared_decoded_and_must_be_clear() {
+        let mut routes = routes(["- - /x", "- - /x", "- - /x", "- - /x"]);
+        let conditions = [vec![], vec![("v", Some("a b"))], vec![("v", None)], vec![("v", None), ("w", Some(""))]];
+        for (route, conditions) in routes.iter_mut().zip(conditions) {
+            let owned = |(name, value): (&str, Option<&str>)| (name.to_owned(), value.map(str::to_owned));
+            route.query = conditions.into_iter().map(owned).collect();
+        }
+        let repeated = || Err(String::from("Parameter(\"v\")"));
+        for (query, expected) in [
+            ("", Ok(Some(0))),
+            ("w=a+b", Ok(Some(0))),
+            ("v=a+b", Ok(Some(1))),
+            ("x=1&%76=a%20b", Ok(Some(1))),
+            ("v", Ok(Some(2))),
+            ("v=c", Ok(Some(2))),
+            ("v=c&w", Ok(Some(3))),
+            ("v=a+b&w=", Ok(Some(3))),
+            ("w=1&v=c", Ok(Some(2))),
+            // Another server may use the other value, or take `V` for `v`.
+            ("v=a+b&v=c", repeated()),
+            ("v=c&v=c", repeated()),
+            ("V=c", repeated()),
+            ("v=%zz", repeated()),
+            ("x=%zz", Ok(Some(0))),
+        ] {
+            assert_eq!(found_by(&routes, query, "192.0.2.1"), expected, "{query}");
+        }
+        // Presence of a repeated parameter is clear.
+        routes[RouteId::at(1)].query[0].1 = None;
+        assert_eq!(found_by(&routes, "v=1&v=2", "192.0.2.1"), Ok(Some(1)));
+    }
+
+    #[test]
+    fn narrower_networks_precede_wider_ones_and_those_precede_none() {
+        let mut routes = routes(["- - /x", "- - /x", "- - /x", "- - /x h", "GET - /x"]);
+        let networks = [&["10.0.0.0/8", "2001:db8::/32"][..], &["10.1.0.0/16", "10.2.0.0/24"], &["::/0"], &[], &[]];
+        for (route, networks) in routes.iter_mut().zip(networks) {
+            route.networks = networks.iter().map(|network| network.parse().unwrap()).collect();
+        }
+        routes[RouteId::at(4)].networks = vec!["10.9.0.0/16".parse().unwrap()];
+        for (address, expected) in [
+            ("10.1.2.3", Some(1)),
+            ("::ffff:10.2.0.9", Some(1)),
+            ("10.2.1.1", Some(0)),
+            ("10.9.0.1", Some(4)),
+            ("2001:db8::1", Some(0)),
+            ("2001:db9::1", Some(2)),
+            ("192.0.2.1", None),
+            ("unix:", None),
+        ] {
+            assert_eq!(found_by(&routes, "", address), Ok(expected), "{address}");
         }
     }
 }
