@@ -140,6 +140,7 @@ const ORDERS: [(&str, &[&str]); 9] = [
             "descriptors",
             "response_cost",
             "route_actions",
+            "public_location",
             "responses",
             "ratelimit_headers",
             "router",

@@ -692,6 +692,10 @@ async fn forward(
             record.forwarding_ended();
             let mut response = response?;
             *response.version_mut() = Version::HTTP_11;
+            let location = plan.actions.as_mut().and_then(|actions| actions.public_location.take());
+            if let Some((location, inverse)) = location.zip(actions.and_then(|actions| actions.path_inverse.as_ref())) {
+                location.replace(inverse, response.headers_mut(), |authority| servers.has_server(authority));
+            }
             Ok(response.map(Content::from))
         }
     }

@@ -33,6 +33,7 @@ use transom_config::upstream::Retries;
 use transom_http::error::RequestError;
 use transom_http::{headers, websocket_handshake};
 use transom_limiter::handles::IdVec;
+use transom_rules::public_location::UrlAuthority;
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::events::{UpstreamMetrics, UpstreamOutcome};
 use transom_runtime::metrics::upstream::{RetryMetrics, UpstreamLimit};
@@ -158,6 +159,11 @@ impl Forwarder {
     /// The Host field for requests without one; `None` without servers.
     pub fn authority(&self) -> Option<HeaderValue> {
         Some(self.load_balancer.servers().get(ServerId::FIRST)?.pool.authority())
+    }
+
+    /// Whether this is a server of the upstream, or the host that it is sent. Port 0: any.
+    pub fn has_server(&self, authority: UrlAuthority<'_>) -> bool {
+        self.load_balancer.servers().iter().any(|server| server.pool.has_name(authority))
     }
 
     /// Sends a request to one of the servers and returns the head of the response. The request is boxed because it is

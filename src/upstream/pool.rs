@@ -26,6 +26,7 @@ use crate::io_stream::descriptor_limit;
 use transom_config::upstream::{HostField, Scheme, Server, TransportSettings, UpstreamPolicy};
 use transom_http::error::RequestError;
 use transom_limiter::handles::Handle as _;
+use transom_rules::public_location::UrlAuthority;
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::WorkerId;
 use transom_runtime::metrics::upstream::{ActiveGauge, ConnectionGauge, CountedConnection};
@@ -90,6 +91,19 @@ impl ConnectionPool {
     /// The Host field for requests without one.
     pub fn authority(&self) -> HeaderValue {
         self.host.clone().unwrap_or_else(|| authority(&self.server))
+    }
+
+    /// Whether this is the name of the server in its URL, or the one that it is sent. Port 0: any.
+    pub fn has_name(&self, authority: UrlAuthority<'_>) -> bool {
+        let Server { scheme, host, port, .. } = &self.server;
+        let default_port = if *scheme == Scheme::Https { 443 } else { 80 };
+        let is_name = |name: UrlAuthority<'_>| {
+            name.host.eq_ignore_ascii_case(authority.host) && (authority.port == 0 || authority.port == name.port)
+        };
+        let sent = self.host.as_ref().and_then(|host| host.to_str().ok());
+        // The path of a Unix socket is no name.
+        *port != 0 && is_name(UrlAuthority { host, port: *port })
+            || sent.and_then(|sent| UrlAuthority::parse(sent, default_port)).is_some_and(is_name)
     }
 
     /// Sets Host as configured for this server; an earlier attempt may have set that of another server.

@@ -222,3 +222,34 @@ fn a_route_has_its_own_response_timeout() {
     raw.get(1, "/a");
     within(WAIT, || raw.read_until(RST_STREAM));
 }
+
+/// Each row of the table in the documentation.
+#[test]
+fn locations_are_rewritten_as_documented() {
+    let upstream = Upstream::responding(|received| {
+        let (name, value) = received.field("x-reply").and_then(|field| field.split_once(": ")).unwrap();
+        reply(302, &[(name, value)], b"")
+    });
+    let document = include_str!("../../docs/reference/configuration.md");
+    let section = document.split("### Locations").nth(1).unwrap().split("\n### ").next().unwrap();
+    let local = |text: &str| {
+        text.replace("app.internal:8080", &upstream.address.to_string())
+            .replace("app.internal", &upstream.address.ip().to_string())
+    };
+    let config = section.split("```toml\n").nth(1).unwrap().split("```").next().unwrap();
+    let gateway = Gateway::start(&format!(
+        "listen = {{ http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\", trusted_proxies = [\"127.0.0.1\"] }}\n{}",
+        local(config)
+    ));
+    let rows: Vec<Vec<&str>> =
+        section.lines().filter(|line| line.starts_with("| `")).map(|line| line.split('`').collect()).collect();
+    assert!(rows.len() >= 10);
+    for row in rows {
+        let (sent, (name, expected)) = (local(row[1]), row[3].split_once(": ").unwrap());
+        let head = format!(
+            "GET /shop/cart HTTP/1.1\r\nHost: public.example\r\nX-Forwarded-Proto: https\r\nX-Reply: {sent}\r\n\r\n"
+        );
+        let response = gateway.client().send(&head).read_response().expect(302);
+        assert_eq!(response.field(&name.to_ascii_lowercase()), Some(expected), "{sent}");
+    }
+}

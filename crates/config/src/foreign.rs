@@ -23,7 +23,7 @@ enum Values {
 type Row = (&'static [&'static str], Option<Values>, &'static str, &'static str);
 
 /// The first row that applies counts: those for some values come first.
-const SETTINGS: [Row; 114] = [
+const SETTINGS: [Row; 115] = [
     (
         &SWITCHES,
         Some(Values::Off),
@@ -270,6 +270,12 @@ const SETTINGS: [Row; 114] = [
         None,
         "response_headers",
         "write `response_headers = { set = { x-name = \"value\" } }`",
+    ),
+    (
+        &["proxy_redirect", "proxy_cookie_domain", "proxy_cookie_path", "cookie_domain_rewrite", "location_rewrite"],
+        None,
+        "rewrite_location",
+        "write `rewrite_location = true`",
     ),
     (&["return", "static_response"], None, "respond", "write `respond = { status = 404 }`, or `redirect`"),
     (

@@ -37,6 +37,10 @@ settings! {
             Optional(Inline::<PrefixSettings>::or("write `{ from = \"/api\", to = \"/v2\" }`"));
         /// A path from the route's parameters, such as `"/v2/users/{id}/{*rest}"`.
         rewrite: Option<SpannedString> = Text("path", "\"/v2/{id}\"");
+        /// Replaces, in responses, what names the servers: their host in `Location`, `Content-Location` and `Refresh`, their host
+        /// as the `Domain` of cookies, and paths as the server sees them in all of these and as the `Path` of cookies. See
+        /// [Locations](#locations).
+        rewrite_location: bool = Boolean(false);
         /// Changes to the fields of the request, see below.
         request_headers: FieldSettings = Inline::<FieldSettings>::or(FIELDS_FIX);
         /// Changes to the fields of the response, see below.
@@ -166,6 +170,8 @@ pub struct Actions {
     /// Sent by the gateway instead of forwarding the request.
     pub response: Option<LocalResponse>,
     pub path: Option<PathChange>,
+    /// Replaces names and paths of the servers in responses.
+    pub rewrite_location: bool,
     pub request_fields: FieldChanges,
     pub response_fields: FieldChanges,
     pub changed_responses: ChangedResponses,
@@ -258,8 +264,11 @@ fn check_actions(_settings: &mut ActionSettings, table: &Table, report: &mut Rep
         }
     }
     let Some(response) = given(&RESPONSES).into_iter().next() else { return };
-    for item in [given(&PATH_ACTIONS), given(&["request_headers", "timeouts", "min_request_rate", "set_include_usage"])]
-        .concat()
+    for item in [
+        given(&PATH_ACTIONS),
+        given(&["rewrite_location", "request_headers", "timeouts", "min_request_rate", "set_include_usage"]),
+    ]
+    .concat()
     {
         let message =
             format!("`{}` has no effect with `{}`, which forwards nothing to an upstream", item.key, response.key);
@@ -323,6 +332,7 @@ impl ActionSettings {
     pub fn resolve(self, context: &ActionContext, report: &mut Report) -> Option<Box<Actions>> {
         let actions = Actions {
             path: self.path_change(context, report),
+            rewrite_location: self.rewrite_location,
             response: match (self.redirect, self.respond) {
                 (Some(redirect), _) => redirect.resolve(context.path, report),
                 (None, Some(RespondSettings { status, body, content_type })) => {

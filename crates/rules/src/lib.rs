@@ -5,7 +5,7 @@
 //! reads a clock, and the limiter decides.
 //!
 //! `compiled_config` is the entry point, and `resolved_request` finds the route and the keys of a request. Routes: `router`,
-//! `route_actions`, `descriptors`. Deny and allow lists: `access`. Keys: `key_source`, `rate_limit_key`, `store_key_text`, `client_plans` (with
+//! `route_actions`, `public_location`, `descriptors`. Deny and allow lists: `access`. Keys: `key_source`, `rate_limit_key`, `store_key_text`, `client_plans` (with
 //! `sharded_table`, `live_clients`), `overrides`,
 //! `top_keys`. Responses: `responses` (with status codes), `ratelimit_headers`, `response_cost`.
 
@@ -18,6 +18,7 @@ pub mod descriptors;
 pub mod key_source;
 pub mod live_clients;
 pub mod overrides;
+pub mod public_location;
 pub mod rate_limit_key;
 pub mod ratelimit_headers;
 pub mod resolved_request;

@@ -9,6 +9,7 @@ use http::header::{HeaderMap, HeaderName, HeaderValue};
 
 use super::client_plans::ClientLookup;
 use super::key_source::RequestAttributes;
+use super::public_location::{PathInverse, PublicLocation};
 use super::ratelimit_headers::is_rate_limit_field;
 use super::responses::{self, LocalResponse};
 use transom_config::limits::Timeouts;
@@ -36,6 +37,8 @@ pub struct RouteActions {
     /// Replaces the limit of the configuration.
     pub body_key_limit: Option<usize>,
     pub min_request_rate: Option<u64>,
+    /// How the path is undone in responses, if what names the servers in them is replaced.
+    pub path_inverse: Option<PathInverse>,
 }
 
 #[derive(Debug)]
@@ -86,6 +89,8 @@ pub struct AppliedActions {
     pub direct_response: Option<LocalResponse>,
     /// Replaces the path of the forwarded request.
     pub path: Option<String>,
+    /// What replaces the names of the servers in the response.
+    pub public_location: Option<Box<PublicLocation>>,
     request_changes: RenderedChanges,
 }
 
@@ -132,6 +137,7 @@ impl RouteActions {
             max_body: actions.max_body,
             body_key_limit: actions.body_key_limit,
             min_request_rate: actions.min_request_rate,
+            path_inverse: actions.rewrite_location.then(|| PathInverse::new(&route.path, actions.path.as_ref())),
         }
     }
 
@@ -159,6 +165,7 @@ impl RouteActions {
         Ok(Box::new(AppliedActions {
             direct_response,
             path,
+            public_location: self.path_inverse.as_ref().map(|_| Box::new(variables.public_location())),
             request_changes: render_changes(&self.request_changes, variables),
         }))
     }
@@ -289,6 +296,18 @@ fn names_host(Template(parts): &Template) -> bool {
 }
 
 impl TemplateVariables<'_, '_> {
+    fn public_location(&self) -> PublicLocation {
+        let RequestAttributes { host, path, params, headers, .. } = *self.request;
+        let port = host_port(headers).map_or(String::new(), |port| format!(":{port}"));
+        let authority = format!("{host}{port}");
+        let scheme = if self.is_secure { "https" } else { "http" };
+        PublicLocation {
+            origin: if host.is_empty() { String::new() } else { format!("{scheme}://{authority}") },
+            authority,
+            params: params.iter().map(|range| path.get(range.clone()).unwrap_or_default().to_owned()).collect(),
+        }
+    }
+
     fn param(&self, position: usize) -> &str {
         let RequestAttributes { path, params, .. } = self.request;
         params.get(position).and_then(|range| path.get(range.clone())).unwrap_or_default()

@@ -381,7 +381,7 @@ impl Router {
         for group in &self.wildcard_groups[first_group as usize..end_of_groups as usize] {
             for child in group.children_for(&query.path[start..end]) {
                 let params_before = params.len();
-                if child.matches(&query.path[start..end], start, params)
+                if capture_wildcards(&child.texts, &query.path[start..end], start, params)
                     && let Some(route) =
                         self.match_segments(child.node as usize, query, next, depth - 1, params, accepts)?
                 {
@@ -420,7 +420,7 @@ impl Router {
 }
 
 /// The end of the segment that starts at `start`, and the start of the next one.
-fn end_of_segment(path: &str, start: usize) -> (usize, Option<usize>) {
+pub fn end_of_segment(path: &str, start: usize) -> (usize, Option<usize>) {
     let slash = path.as_bytes()[start..].iter().position(|byte| *byte == b'/');
     let end = slash.map_or(path.len(), |at| start + at);
     (end, (end < path.len()).then_some(end + 1))
@@ -458,44 +458,48 @@ impl WildcardGroup {
     }
 }
 
-impl WildcardChild {
-    /// Whether a normalized segment matches. Its wildcards are appended to `params` then, as ranges of the path, in which the
-    /// segment starts at `start`. The first of several wildcards is as long as possible, then the second, and so on.
-    fn matches(&self, segment: &str, start: usize, params: &mut Vec<Range<usize>>) -> bool {
-        let [prefix, between @ .., suffix] = &*self.texts else { return false };
-        if !segment.starts_with(prefix.as_str()) || !segment.ends_with(suffix.as_str()) {
-            return false;
-        }
-        let params_before = params.len();
-        let begin = prefix.len();
-        // The end of the wildcard that is read: they are read from the last to the first.
-        let mut end = segment.len() - suffix.len();
-        if is_within_escape(segment, end) {
-            return false;
-        }
-        for text in between.iter().rev() {
-            // At least one byte is left for the wildcards before and behind the text.
-            let mut search_end = end.saturating_sub(1);
-            let at = loop {
-                let Some(at) = segment.get(begin + 1..search_end).and_then(|part| part.rfind(text.as_str())) else {
-                    return false;
-                };
-                let at = begin + 1 + at;
-                if !is_within_escape(segment, at) {
-                    break at;
-                }
-                search_end = at + text.len() - 1;
-            };
-            params.push(start + at + text.len()..start + end);
-            end = at;
-        }
-        if end <= begin {
-            return false;
-        }
-        params.push(start + begin..start + end);
-        params[params_before..].reverse();
-        true
+/// Whether a normalized segment matches literal texts with wildcards between them. The wildcards are appended to `params` then, as
+/// ranges of the path, in which the segment starts at `start`. The first of several wildcards is as long as possible, then the
+/// second, and so on.
+pub fn capture_wildcards<T: AsRef<str>>(
+    texts: &[T],
+    segment: &str,
+    start: usize,
+    params: &mut Vec<Range<usize>>,
+) -> bool {
+    let [prefix, between @ .., suffix] = texts else { return false };
+    if !segment.starts_with(prefix.as_ref()) || !segment.ends_with(suffix.as_ref()) {
+        return false;
     }
+    let params_before = params.len();
+    let begin = prefix.as_ref().len();
+    // The end of the wildcard that is read: they are read from the last to the first.
+    let mut end = segment.len() - suffix.as_ref().len();
+    if is_within_escape(segment, end) {
+        return false;
+    }
+    for text in between.iter().rev() {
+        // At least one byte is left for the wildcards before and behind the text.
+        let mut search_end = end.saturating_sub(1);
+        let at = loop {
+            let Some(at) = segment.get(begin + 1..search_end).and_then(|part| part.rfind(text.as_ref())) else {
+                return false;
+            };
+            let at = begin + 1 + at;
+            if !is_within_escape(segment, at) {
+                break at;
+            }
+            search_end = at + text.as_ref().len() - 1;
+        };
+        params.push(start + at + text.as_ref().len()..start + end);
+        end = at;
+    }
+    if end <= begin {
+        return false;
+    }
+    params.push(start + begin..start + end);
+    params[params_before..].reverse();
+    true
 }
 
 /// Whether a position of a normalized segment is behind the `%` or the first digit of an escape: a text that begins there is
