@@ -18,7 +18,7 @@ use access_logs::{LogForm, LogShape, write_log};
 use indicatif::ProgressBar;
 
 use transom_simulate::log_files::LogFiles;
-use transom_simulate::log_line::LogFormat;
+use transom_simulate::log_format::LogFormat;
 use transom_simulate::replay::Replay;
 
 const LINES: u64 = 5_000_000;

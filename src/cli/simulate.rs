@@ -11,7 +11,7 @@ use super::{Exit, add_copied_clients, read_config};
 use crate::file_watch::FileWatch;
 use transom_config::access::AccessSource;
 use transom_simulate::log_files::LogFiles;
-use transom_simulate::log_line::LogFormat;
+use transom_simulate::log_format::LogFormat;
 use transom_simulate::replay::Replay;
 use transom_simulate::report::Report;
 use transom_simulate::report_html::HtmlReport;
@@ -22,7 +22,9 @@ const PROGRESS_WITHOUT_LENGTH: &str = "{elapsed} {spinner} {bytes} {binary_bytes
 /// Options of `transom simulate`.
 #[derive(clap::Args)]
 pub struct Options {
-    /// Format of the logs: `auto`, `combined`, `json`, or `json:FIELD=KEY,…` to name the keys of JSON
+    /// Format of the logs: `auto`, by their first lines; `json`, `transom`, `caddy`, `cloudflare`, `traefik`, `envoy`,
+    /// `ingress-nginx`, `apisix`, `haproxy`, `alb`, `elb`, `s3`, `cloudfront`, `iis`, `combined`, `common`, `nginx`,
+    /// `apache`; `json:FIELD=KEY,…` to name the keys of JSON; or `nginx.conf:NAME`, a `log_format` of that file
     #[arg(long, value_name = "FORMAT", default_value = "auto")]
     format: String,
     /// Compare with other windows of a rule, or `RULE:PLAN=…` of a plan; can be repeated

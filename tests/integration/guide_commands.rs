@@ -212,7 +212,7 @@ fn the_guide_to_selling_an_api_is_a_story_that_works() {
 
 #[test]
 fn the_guide_to_limits_plays_logs() {
-    let [logs, candidates, higher, json] = <[String; 4]>::try_from(commands("choose-limits")).unwrap();
+    let [logs, candidates, higher, nginx, json] = <[String; 5]>::try_from(commands("choose-limits")).unwrap();
     let scratch = TempDir::new();
     for name in ["gateway.toml", "access.log"] {
         fs::copy(format!("{ROOT}/examples/choose-limits/{name}"), scratch.path().join(name)).unwrap();
@@ -233,6 +233,11 @@ fn the_guide_to_limits_plays_logs() {
     let printed = output(&candidates, scratch.path());
     assert!(printed.contains("per-client: limits") && printed.contains("160/minute, 2000/hour"), "{printed}");
     assert!(output(&higher, scratch.path()).contains("per-client=100/minute"));
+    let log_format = "log_format main '$remote_addr - $remote_user [$time_local] \"$request\" $status $body_bytes_sent '\n\
+                      '\"$http_referer\" \"$http_user_agent\"';\n";
+    scratch.write("nginx.conf", log_format);
+    let printed = output(&nginx.replace("/etc/nginx/", "").replace("/var/log/nginx/", ""), scratch.path());
+    assert!(printed.contains("  requests            141\n"), "{printed}");
     // One balancer, and two clients that it names.
     let line = |client: &str| {
         format!(

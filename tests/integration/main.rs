@@ -86,6 +86,7 @@ mod key_normalization;
 mod keys;
 mod kills;
 mod load_balancing;
+mod log_formats;
 mod malformed_requests;
 mod metrics;
 mod migration;

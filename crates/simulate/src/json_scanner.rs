@@ -11,8 +11,24 @@ const SHORT_BYTES: usize = 48;
 pub struct Span {
     pub at: u32,
     pub len: u32,
-    /// Whether the text has backslash escapes.
-    pub is_escaped: bool,
+    pub escape: Escape,
+}
+
+/// How characters of a text are escaped.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum Escape {
+    #[default]
+    None,
+    /// `\"`, `\x22`, `\u0022`: JSON, nginx, Apache.
+    Backslash,
+    /// `%22`.
+    Percent,
+    /// Percent signs alone, as `%25`: of a path or query that is encoded a second time.
+    EncodedPercent,
+    /// Blanks, as `+`.
+    Plus,
+    /// `#22`: HAProxy.
+    Hash,
 }
 
 /// A value of a member.
@@ -47,7 +63,24 @@ impl Span {
 
     /// The part of the span from `from` on, `len` bytes.
     pub fn part(self, from: usize, len: usize) -> Span {
-        Span { at: self.at + from as u32, len: len as u32, is_escaped: self.is_escaped }
+        Span { at: self.at + from as u32, len: len as u32, escape: self.escape }
+    }
+
+    /// The text in its buffer, without escapes. `out` is memory for that.
+    pub fn decoded<'b>(self, buffer: &'b [u8], out: &'b mut Vec<u8>) -> &'b [u8] {
+        let text = self.of(buffer);
+        match self.escape {
+            Escape::None => text,
+            Escape::Backslash => unescape(text, out),
+            Escape::Percent => decode_hex(text, b'%', |_| true, out),
+            Escape::EncodedPercent => decode_hex(text, b'%', |byte| byte == b'%', out),
+            Escape::Hash => decode_hex(text, b'#', |_| true, out),
+            Escape::Plus => {
+                out.clear();
+                out.extend(text.iter().map(|byte| if *byte == b'+' { b' ' } else { *byte }));
+                out
+            }
+        }
     }
 }
 
@@ -177,7 +210,8 @@ impl<'a> Scanner<'a> {
     }
 
     fn span(&self, start: usize, end: usize, is_escaped: bool) -> Span {
-        Span { at: start as u32, len: (end - start) as u32, is_escaped }
+        let escape = if is_escaped { Escape::Backslash } else { Escape::None };
+        Span { at: start as u32, len: (end - start) as u32, escape }
     }
 
     fn literal(&mut self, text: &[u8], value: Value) -> Result<Value, Malformed> {
@@ -230,6 +264,20 @@ const BYTES: u64 = 0x0101_0101_0101_0101;
 /// Sets the upper bit of the first byte that is zero, and none below it.
 fn zero_bytes(word: u64) -> u64 {
     word.wrapping_sub(BYTES) & !word & (BYTES << 7)
+}
+
+/// Decodes a sign with two hexadecimal digits behind it, where it stands for a byte that `is_encoded`.
+fn decode_hex<'b>(text: &[u8], sign: u8, is_encoded: impl Fn(u8) -> bool, out: &'b mut Vec<u8>) -> &'b [u8] {
+    out.clear();
+    let digit = |at: usize| char::from(*text.get(at)?).to_digit(16);
+    let mut at = 0;
+    while let Some(byte) = text.get(at) {
+        let pair = digit(at + 1).zip(digit(at + 2)).filter(|_| *byte == sign);
+        let code = pair.map(|(high, low)| (16 * high + low) as u8).filter(|code| is_encoded(*code));
+        out.push(code.unwrap_or(*byte));
+        at += if code.is_some() { 3 } else { 1 };
+    }
+    out
 }
 
 /// Decodes the escapes of JSON strings, and those of nginx and Apache (`\x22`, `\"`), into `out`.
@@ -333,6 +381,20 @@ mod tests {
     fn escapes_of_nginx_and_apache_are_decoded() {
         for (text, expected) in [("a\\x22b", "a\"b"), ("a\\\"b\\\\", "a\"b\\"), ("\\", ""), ("\\x4", "")] {
             assert_eq!(unescape(text.as_bytes(), &mut Vec::new()), expected.as_bytes(), "{text}");
+        }
+    }
+
+    #[test]
+    fn other_escapes_are_decoded() {
+        for (escape, text, expected) in [
+            (Escape::None, "a%20b", "a%20b"),
+            (Escape::Percent, "a%20b%2c%", "a b,%"),
+            (Escape::EncodedPercent, "/a%2520b%20c%25", "/a%20b%20c%"),
+            (Escape::Hash, "a#22b#zz#", "a\"b#zz#"),
+            (Escape::Plus, "a+b", "a b"),
+        ] {
+            let span = Span { at: 0, len: text.len() as u32, escape };
+            assert_eq!(span.decoded(text.as_bytes(), &mut Vec::new()), expected.as_bytes(), "{escape:?}");
         }
     }
 

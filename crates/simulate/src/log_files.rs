@@ -16,8 +16,8 @@ use indicatif::ProgressBar;
 use memchr::{memchr, memrchr};
 
 use super::decompression::decompressed;
-use super::log_line::{HeaderSpan, LogFormat, LogLine, NoRequest};
-use super::wrapper;
+use super::log_format::{LineReader, LogFormat};
+use super::log_line::{HeaderSpan, LogLine, NoRequest};
 use transom_limiter::handles;
 use transom_limiter::handles::Handle;
 
@@ -140,6 +140,8 @@ struct BlockReader {
     name: String,
     input: Input,
     format: Arc<LogFormat>,
+    /// In the format that the first lines are in.
+    reader: Option<LineReader>,
     progress: ProgressBar,
     /// The lines that were read, and the incomplete one behind them.
     block: Block,
@@ -148,8 +150,6 @@ struct BlockReader {
     latest_ms: u64,
     /// Whether the rest of an overlong line is to be skipped.
     skips_line: bool,
-    /// Memory for the text of a wrapped line.
-    unescaped: Vec<u8>,
 }
 
 impl LogFiles {
@@ -288,13 +288,13 @@ impl BlockReader {
             name,
             input,
             format,
+            reader: None,
             progress,
             block: Block::default(),
             tail_at: 0,
             line_number: 0,
             latest_ms: 0,
             skips_line: false,
-            unescaped: Vec::new(),
         }
     }
 
@@ -374,24 +374,20 @@ impl BlockReader {
         };
         let mut start = self.tail_at;
         self.tail_at = end;
+        let (format, text) = (&self.format, &buffer[start..end]);
+        let reader = self.reader.get_or_insert_with(|| LineReader::new(Arc::clone(format), text));
         while start < end {
             let line_end = memchr(b'\n', &buffer[start..end]).map_or(end, |at| start + at);
             let file_line = start..line_end;
             start = line_end + 1;
             self.line_number += 1;
             let first_header = headers.len();
-            let parsed = match wrapper::unwrap(&mut buffer[file_line.clone()], &mut self.unescaped) {
-                // Blank lines appear where logs are joined.
-                Ok(inner) if inner.is_empty() => continue,
-                Ok(inner) => {
-                    let inner = file_line.start + inner.start..file_line.start + inner.end;
-                    self.format.parse_line(&buffer[inner.clone()], headers).map(|line| (line, inner))
-                }
-                Err(problem) => Err(problem),
-            };
+            // Blank lines appear where logs are joined.
+            let Some((inner, parsed)) = reader.read(&mut buffer[file_line.clone()], headers) else { continue };
+            let inner = file_line.start + inner.start..file_line.start + inner.end;
             counts.lines += 1;
             match parsed {
-                Ok((line, inner)) => {
+                Ok(line) => {
                     counts.without_zone += u64::from(line.lacks_zone);
                     counts.out_of_order += u64::from(line.time_ms < self.latest_ms);
                     self.latest_ms = self.latest_ms.max(line.time_ms);
@@ -403,7 +399,7 @@ impl BlockReader {
                 }
                 Err(NoRequest::Bad(reason)) => {
                     headers.truncate(first_header);
-                    counts.add_bad(&self.name, self.line_number, reason, &buffer[file_line]);
+                    counts.add_bad(&self.name, self.line_number, reason, &buffer[inner]);
                 }
             }
         }
@@ -440,13 +436,11 @@ impl ReadCounts {
 }
 
 /// The time of the first line that can be read; 0 if there is none near the start.
-fn first_time(path: &Path, format: &LogFormat) -> io::Result<u64> {
+fn first_time(path: &Path, format: &Arc<LogFormat>) -> io::Result<u64> {
     let mut start = Vec::new();
     decompressed(File::open(path)?)?.take(PEEK_BYTES).read_to_end(&mut start)?;
+    let mut reader = LineReader::new(Arc::clone(format), &start);
     let mut lines = start.split_mut(|byte| *byte == b'\n');
-    let time = lines.find_map(|line| {
-        let inner = wrapper::unwrap(line, &mut Vec::new()).ok()?;
-        Some(format.parse_line(&line[inner], &mut Vec::new()).ok()?.time_ms)
-    });
+    let time = lines.find_map(|line| Some(reader.read(line, &mut Vec::new())?.1.ok()?.time_ms));
     Ok(time.unwrap_or(0))
 }

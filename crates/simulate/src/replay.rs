@@ -7,9 +7,10 @@ use std::ops::Range;
 
 use http::{HeaderMap, HeaderName, StatusCode, header};
 
+use super::field_names::LoggedFields;
 use super::json_scanner::Span;
 use super::log_files::Batch;
-use super::log_line::{HeaderSpan, LogLine, LoggedCost, LoggedDecision, LoggedFields};
+use super::log_line::{HeaderSpan, LogLine, LoggedCost, LoggedDecision};
 use super::request_reader::{Buffers, RequestReader, read_headers};
 use super::scenario::{Request, Scenario};
 use transom_config::Config;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
 
-use super::json_scanner::{Span, unescape};
-use super::log_line::{HeaderSpan, LogLine, LoggedFields};
+use super::field_names::LoggedFields;
+use super::log_line::{HeaderSpan, LogLine};
 use transom_config::Config;
 use transom_config::key_kind::{BEARER, HEADER, KeyKind, Logged};
 use transom_http::client_address::ClientAddress;
@@ -139,7 +139,7 @@ impl RequestReader {
     /// Notes whether the log names clients.
     pub fn note_client(&mut self, line: &LogLine, text: &[u8]) {
         if !self.names_clients && line.client_name.len > 0 {
-            let name = std::str::from_utf8(decoded(line.client_name, text, &mut Vec::new())).map(str::to_owned);
+            let name = std::str::from_utf8(line.client_name.decoded(text, &mut Vec::new())).map(str::to_owned);
             let known = |name: String| self.clients.as_ref()?.named(&name).map(drop);
             self.names_clients = name.is_ok_and(|name| known(name).is_some());
         }
@@ -153,21 +153,22 @@ impl RequestReader {
         buffers: &'a mut Buffers,
     ) -> Result<LoggedRequest<'a>, Rejected> {
         let Buffers { method, target, host, client_name, headers: fields } = buffers;
-        let method = Method::from_bytes(decoded(line.method, text, method)).ok();
+        let method = Method::from_bytes(line.method.decoded(text, method)).ok();
         let method = method.filter(|method| method != Method::TRACE && is_valid_method(method.as_str()));
         let method = method.ok_or(Rejected)?;
-        let target = std::str::from_utf8(decoded(line.target, text, target)).map_err(|_error| Rejected)?;
+        let target = std::str::from_utf8(line.target.decoded(text, target)).map_err(|_error| Rejected)?;
         let (authority, path_and_query) = split_target(target);
         let host = match authority {
             Some(authority) => Some(authority),
-            None => std::str::from_utf8(decoded(line.host, text, host)).ok(),
+            None => std::str::from_utf8(line.host.decoded(text, host)).ok(),
         };
         let host = host.and_then(|host| if matches!(host, "" | "-") { Some("".into()) } else { normalized_host(host) });
         let (path, query) = path_and_query.split_once('?').unwrap_or((path_and_query, ""));
         let path = path_normalize::normalize(path, self.compiled.config.path_reading);
         let uri = match self.reads_query {
             true if line.query.len > 0 => {
-                let query = std::str::from_utf8(line.query.of(text)).ok();
+                let mut buffer = Vec::new();
+                let query = std::str::from_utf8(line.query.decoded(text, &mut buffer)).ok();
                 query.and_then(|query| encode_query(&format!("{path_and_query}?{query}")).parse().ok())
             }
             true if !query.is_empty() => encode_query(path_and_query).parse().ok(),
@@ -177,7 +178,8 @@ impl RequestReader {
         read_headers(fields, headers, text, &self.fields.request, 0);
         let client = self.named_client(line, text, client_name, fields);
         let proxies = self.compiled.trusted_proxies.as_ref().filter(|_| line.forwarded_for.len > 0);
-        let forwarded = proxies.and_then(|proxies| proxies.client_in_list(line.client, line.forwarded_for.of(text)));
+        let forwarded = proxies
+            .and_then(|proxies| proxies.client_in_list(line.client, line.forwarded_for.decoded(text, &mut Vec::new())));
         Ok(LoggedRequest {
             host,
             client,
@@ -204,7 +206,7 @@ impl RequestReader {
         if line.client_name.len == 0 {
             return None;
         }
-        let name = std::str::from_utf8(decoded(line.client_name, text, buffer)).ok()?;
+        let name = std::str::from_utf8(line.client_name.decoded(text, buffer)).ok()?;
         let client = &**self.clients.as_ref()?.named(name)?;
         if self.api_key_fields.iter().any(|(field, _)| fields.contains_key(field)) {
             return None;
@@ -264,17 +266,12 @@ fn key_parts(config: &Config) -> impl Iterator<Item = &KeyPart> {
     config.rules.iter().flat_map(|rule| &rule.key).chain(clients).chain(denied_parts(config))
 }
 
-/// The text of a span without escapes.
-fn decoded<'b>(span: Span, line: &'b [u8], buffer: &'b mut Vec<u8>) -> &'b [u8] {
-    if span.is_escaped { unescape(span.of(line), buffer) } else { span.of(line) }
-}
-
 /// The authority of an absolute target, and the path with its query.
 fn split_target(target: &str) -> (Option<&str>, &str) {
     if target.starts_with('/') {
         return (None, target);
     }
-    let rest = target.strip_prefix("http://").or_else(|| target.strip_prefix("https://"));
+    let rest = ["http://", "https://", "ws://", "wss://"].iter().find_map(|scheme| target.strip_prefix(scheme));
     rest.map_or((None, target), |rest| {
         let end = rest.find(['/', '?']).unwrap_or(rest.len());
         (Some(&rest[..end]), if end == rest.len() { "/" } else { &rest[end..] })
@@ -291,7 +288,7 @@ pub fn read_headers(fields: &mut HeaderMap, headers: &[HeaderSpan], text: &[u8],
             continue;
         };
         let mut buffer = Vec::new();
-        if let Ok(value) = HeaderValue::from_bytes(decoded(*value, text, &mut buffer)) {
+        if let Ok(value) = HeaderValue::from_bytes(value.decoded(text, &mut buffer)) {
             fields.append(name.clone(), value);
         }
     }

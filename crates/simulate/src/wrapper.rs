@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use memchr::memchr;
 
-use super::json_scanner::{Scanner, Value, unescape};
+use super::json_scanner::{Escape, Scanner, Value, unescape};
 use super::log_line::NoRequest;
+use super::timestamp::MONTHS;
 
 /// Wrappers around a line: of syslog, in that of a container runtime.
 const WRAPPERS_MAX: usize = 2;
 const PART: NoRequest = NoRequest::Bad("it is a part of a line: container runtimes split lines of more than 16 KiB");
-const MONTHS: &[u8] = b"JanFebMarAprMayJunJulAugSepOctNovDec";
 
 /// The place of the text in a line of a file, without a carriage return at its end. Texts that are escaped are decoded
 /// in place; `buffer` is memory for that.
@@ -49,7 +49,7 @@ fn docker(line: &mut [u8], buffer: &mut Vec<u8>) -> Result<Option<Range<usize>>,
         Ok(())
     })?;
     let Some(log) = log.filter(|_| has_stream) else { return Ok(None) };
-    let text = if log.is_escaped { unescape(log.of(line), buffer) } else { return Err(PART) };
+    let text = if log.escape == Escape::None { return Err(PART) } else { unescape(log.of(line), buffer) };
     let text = text.strip_suffix(b"\n").ok_or(PART)?;
     let (at, length) = (log.at as usize, text.len());
     line[at..at + length].copy_from_slice(text);
