@@ -26,8 +26,10 @@ impl Kind {
     fn new(name: &'static str, route: fn(usize) -> String, path: fn(usize) -> String) -> Kind {
         let routes =
             (0..ROUTES).map(|n| format!("[[routes]]\nname = \"{n}\"\npath = \"{}\"\nupstream = \"u\"\n", route(n)));
-        let text =
-            format!("listen = \"127.0.0.1:80\"\n[upstreams.u]\nbuiltin = \"echo\"\n{}", routes.collect::<String>());
+        let text = format!(
+            "listen.http = \"127.0.0.1:80\"\n[upstreams.u]\nbuiltin = \"echo\"\n{}",
+            routes.collect::<String>()
+        );
         let config = transom_config::read_with_files(&text, &|_| Ok(Vec::new()));
         let config = config.unwrap_or_else(|problems| panic!("{:?}", problems.first()));
         // In no simple order.
