@@ -180,6 +180,7 @@ fn test_file_for(name: &Path, clients: &str, block: &str) -> io::Result<Vec<u8>>
         "authority.pem" => "good/authority.pem",
         "redis.password" => "good/redis.password",
         "admin.token" | "admin-token" | "notify.secret" | "portal.token" => "good/admin.token",
+        "cloudflare-v4.txt" | "cloudflare-v6.txt" | "front-door.txt" | "fastly.txt" => "good/proxies.txt",
         "support.token" => "good/support.token",
         "on-call.token" => "good/on-call.token",
         other => panic!("the documentation names `{other}`: choose a test file for it here"),

@@ -3,7 +3,7 @@
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use transom_http::client_address::ClientAddress;
-use transom_http::forwarded::{ForwardedField, TrustedProxies};
+use transom_http::forwarded::{ClientPlace, ForwardedField, TrustedProxies};
 
 const PROXY: &str = "10.0.0.1";
 const CLIENT: &str = "192.0.2.7";
@@ -16,7 +16,7 @@ pub fn holds(bytes: &[u8]) {
         (ForwardedField::Forwarded, "forwarded", "for=192.0.2.7"),
     ] {
         let networks = ["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().expect("a network"));
-        let trust = TrustedProxies::new(&networks, field);
+        let trust = TrustedProxies::new(&networks, field, ClientPlace::FirstUntrusted);
         let name = HeaderName::from_static(name);
         let mut headers = HeaderMap::new();
         let mut last = Vec::new();
@@ -27,6 +27,12 @@ pub fn holds(bytes: &[u8]) {
         }
         assert_eq!(trust.client(parse(UNTRUSTED), false, &headers).address, parse(UNTRUSTED));
         trust.client(parse(PROXY), false, &headers);
+        let by_place = TrustedProxies::new(&networks, field, ClientPlace::Hop(1 + bytes.len() % 3));
+        let by_field = TrustedProxies::new(&networks, field, ClientPlace::Field(name.clone()));
+        by_place.client(parse(PROXY), false, &headers);
+        by_field.client_of_proxy(parse(PROXY), &headers);
+        assert_eq!(by_place.client(parse(UNTRUSTED), false, &headers).address, parse(UNTRUSTED));
+        assert_eq!(by_field.client(parse(UNTRUSTED), false, &headers).address, parse(UNTRUSTED));
 
         // The address in a field of its own, and at the end of the last field.
         let mut own_field = headers.clone();

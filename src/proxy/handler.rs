@@ -615,7 +615,8 @@ impl ForwardPlan {
             served.config.routes[self.route].websocket && supports_upgrade()
         })?;
         let peer = &request_context.peer.connection.address_field;
-        headers::forward_request(&mut parts.headers, special_fields, peer, request_context.client, &served.key_fields);
+        let (client, client_field) = (request_context.client, served.client_field());
+        headers::forward_request(&mut parts.headers, special_fields, peer, client, client_field, &served.key_fields);
         let path = self.actions.as_mut().and_then(|actions| actions.path.take()).or(path);
         if let Some(actions) = &mut self.actions {
             actions.apply_to_request(&mut parts.headers);

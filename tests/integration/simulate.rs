@@ -1126,6 +1126,37 @@ fn forwarded_addresses_of_trusted_proxies_are_the_clients() {
     }
 }
 
+/// The address that the gateway takes: at a place of the list, or in a field of its own.
+#[test]
+fn trusted_hops_and_client_ip_apply_to_logs() {
+    let keys = |settings: &str, lines: &str| {
+        let listen = format!("listen = {{ http = \"127.0.0.1:0\", trusted_proxies = \"10.0.0.0/8\", {settings} }}\n");
+        let directory = Directory::new(&format!("{listen}{}", one_rule(TWO_A_MINUTE)));
+        directory.write("access.log", lines);
+        directory.json(&["access.log"])["scenarios"][0]["rules"][0]["keys"]["total"].as_u64().unwrap()
+    };
+    let line = |second: u64| combined("10.0.0.1", second, "GET /a").trim_end().to_owned();
+    let main =
+        (0..4).map(|n| format!("{} \"198.51.100.9, 203.0.113.{n}, 192.0.2.{n}\"\n", line(n))).collect::<String>();
+    assert_eq!((keys("trusted_hops = 1", &main), keys("trusted_hops = 3", &main)), (4, 1));
+    // The lists are too short: the peer.
+    assert_eq!(keys("trusted_hops = 4", &main), 1);
+    let json = |peer: &str, n: u64, more: &str| {
+        format!(
+            "{{\"time\":\"2024-01-01T12:00:0{n}Z\",\"remote_addr\":\"{peer}\",\"request\":\"GET /a HTTP/1.1\",\
+             \"status\":200,\"http_x_forwarded_for\":\"6.6.6.6\"{more}}}\n"
+        )
+    };
+    let logged = |peer: &str| {
+        (0..4).map(|n| json(peer, n, &format!(",\"http_true_client_ip\":\"192.0.2.{n}\""))).collect::<String>()
+    };
+    assert_eq!(keys("client_ip = \"true-client-ip\"", &logged("10.0.0.1")), 4);
+    assert_eq!(keys("client_ip = \"true-client-ip\"", &logged("9.9.9.9")), 1);
+    // Malformed: the peer. Not logged: the list.
+    let unlike = json("10.0.0.1", 0, ",\"http_true_client_ip\":\"192.0.2.7, 192.0.2.8\"") + &json("10.0.0.1", 1, "");
+    assert_eq!(keys("client_ip = \"true-client-ip\"", &(unlike + &json("10.0.0.1", 2, ""))), 2);
+}
+
 #[test]
 fn a_log_whose_times_cannot_be_read_has_no_time() {
     let directory = Directory::new(&one_rule(TWO_A_MINUTE));

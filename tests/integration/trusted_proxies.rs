@@ -1,9 +1,11 @@
 //! Clients behind proxies: only configured proxies are trusted, up to the first hop that is not configured.
 
 use std::net::SocketAddr;
+use std::process::Command;
 
-use crate::support::client::HttpResponse;
+use crate::support::client::{Client, HttpResponse};
 use crate::support::gateway::Gateway;
+use crate::support::process::{BINARY, Process};
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::Upstream;
 use crate::support::{TempDir, eventually};
@@ -185,6 +187,105 @@ fn the_upstream_receives_the_whole_chain() {
     assert_eq!((untrusted("x-forwarded-for"), untrusted("x-forwarded-proto")), ("127.0.0.1".into(), "http".into()));
     assert_eq!((untrusted("x-forwarded-host"), untrusted("x-forwarded-port")), ("inner.test".into(), String::new()));
     assert_eq!((untrusted("x-real-ip"), untrusted("forwarded")), (String::new(), String::new()));
+}
+
+/// As behind the load balancer of Google Cloud, which appends its own address behind that of the client.
+#[test]
+fn the_client_is_at_the_place_of_trusted_hops() {
+    let upstream = Upstream::always(200);
+    let toml = counted_by_ip("trusted_hops = 2\nforward_auth = \"127.0.0.1:0\"", &upstream.toml("u"));
+    let listed = toml.replace("trusted_hops", "trusted_proxies = \"127.0.0.1\"\ntrusted_hops");
+    let gateway = Gateway::start(&listed);
+    let fields = |list: &'static str| {
+        [
+            ("X-Forwarded-For", list),
+            ("X-Forwarded-Proto", "http, https, http"),
+            ("X-Forwarded-Host", "forged.test, shop.test, inner.test"),
+        ]
+    };
+    let left = |list: &'static str| remaining(&gateway.get_with("/a", &fields(list)).expect(200), "r");
+    assert_eq!(left("6.6.6.6, 192.0.2.7, 203.0.113.1"), 99);
+    assert_eq!(left("6.6.6.7, 192.0.2.7, 203.0.113.2"), 98);
+    assert_eq!(left("192.0.2.7, 127.0.0.1"), 97);
+    let received = upstream.received().pop().unwrap();
+    assert_eq!(received.values("x-forwarded-proto"), ["https"]);
+    assert_eq!(received.values("x-forwarded-host"), ["shop.test"]);
+    assert_eq!(received.values("x-forwarded-for"), ["192.0.2.7, 127.0.0.1, 127.0.0.1"]);
+    // The list is too short: the peer.
+    assert_eq!((left("192.0.2.7"), left("192.0.2.8"), left("")), (99, 98, 97));
+    // On `forward_auth`, the proxy that asks is trusted without being listed.
+    for (toml, client) in [(&listed, "203.0.113.9"), (&toml, "203.0.113.10")] {
+        let gateway = Gateway::start(toml);
+        let mut proxy = Client::connect(gateway.forward_auth_addresses()[0]);
+        let mut left = |list: &str| {
+            let about = [("X-Forwarded-Method", "GET"), ("X-Forwarded-Uri", "/a"), ("X-Forwarded-For", list)];
+            remaining(&proxy.get_with("/", &about).expect(200), "r")
+        };
+        assert_eq!(left(&format!("6.6.6.6, {client}, 192.0.2.1")), 99);
+        assert_eq!(left(&format!("{client}, 192.0.2.2")), 98);
+        // Other peers are not trusted.
+        let direct = gateway.get_with("/a", &fields("6.6.6.6, 192.0.2.7, 203.0.113.1")).expect(200);
+        assert_eq!(remaining(&direct, "r"), 99);
+    }
+}
+
+#[test]
+fn the_field_of_client_ip_names_the_client_of_trusted_proxies() {
+    let upstream = Upstream::always(200);
+    let proxied = |proxies: &str| {
+        let settings = format!("trusted_proxies = \"{proxies}\"\nclient_ip = \"X-Real-IP\"");
+        Gateway::start(&counted_by_ip(&settings, &upstream.toml("u")))
+    };
+    // The number of tokens left to the client, and the field that the upstream receives.
+    let request = |gateway: &Gateway, values: &[&str]| {
+        let fields: Vec<_> = values.iter().map(|value| ("X-Real-IP", *value)).collect();
+        let forged = [("X-Forwarded-For", "6.6.6.6"), ("Connection", "X-Real-IP")];
+        let left = remaining(&gateway.get_with("/a", &[&fields[..], &forged].concat()).expect(200), "r");
+        (left, upstream.received().pop().unwrap().values("x-real-ip").join(" | "))
+    };
+    let gateway = proxied("127.0.0.1");
+    assert_eq!(request(&gateway, &["192.0.2.7"]), (99, "192.0.2.7".to_owned()));
+    assert_eq!(request(&gateway, &["192.0.2.7:4711"]), (98, "192.0.2.7:4711".to_owned()));
+    assert_eq!(request(&gateway, &["2001:db8::7"]), (99, "2001:db8::7".to_owned()));
+    // Without exactly one address: the peer.
+    let others: [&[&str]; 5] = [&[], &["192.0.2.7", "192.0.2.7"], &["192.0.2.7, 192.0.2.8"], &["unknown"], &[""]];
+    for (n, values) in others.into_iter().enumerate() {
+        assert_eq!(request(&gateway, values), (99 - n as u64, String::new()), "{values:?}");
+    }
+    let untrusting = proxied("10.0.0.0/8");
+    for (n, address) in ["192.0.2.7", "192.0.2.8"].into_iter().enumerate() {
+        assert_eq!(request(&untrusting, &[address]), (99 - n as u64, String::new()));
+    }
+}
+
+/// The file is replaced under load: first with other networks, then with a page that is no list, then with the old networks.
+#[test]
+fn a_change_of_the_file_of_networks_is_applied_unless_it_is_broken() {
+    let scratch = TempDir::new();
+    scratch.write("proxies.txt", "# of the provider\n127.0.0.0/8\n2001:db8::/32\n");
+    let toml = format!(
+        "{}[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n\
+         request_headers = {{ set = {{ x-client = \"{{client_ip}}\" }} }}\n",
+        listen("trusted_proxies_file = \"proxies.txt\"")
+    );
+    let process = Process::spawn_command(Command::new(BINARY), &toml, scratch);
+    let mut client = process.client();
+    let mut seen = || {
+        let response = client.get_with("/a", &[("X-Forwarded-For", "192.0.2.7")]).expect(200);
+        response.json()["fields"]["x-client"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(seen(), "192.0.2.7");
+    process.replace_file("proxies.txt", "10.0.0.0/8\n");
+    eventually("the peer is no trusted proxy", || seen() == "127.0.0.1");
+    process.replace_file("proxies.txt", "127.0.0.0/8\n<html>503 Service Unavailable</html>\n");
+    let log = process.wait_for_stderr("is not a network");
+    assert!(log.contains("proxies.txt:2:1: `<html>503 Service Unavailable</html>` is not a network"), "{log}");
+    process.wait_for_reloads("refused", 1);
+    assert_eq!(seen(), "127.0.0.1");
+    process.replace_file("proxies.txt", "");
+    process.wait_for_stderr("`proxies.txt` contains no network");
+    process.replace_file("proxies.txt", "127.0.0.1");
+    eventually("the peer is a trusted proxy", || seen() == "192.0.2.7");
 }
 
 #[test]

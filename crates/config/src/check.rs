@@ -106,7 +106,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         report_unused_descriptors(&rules, report);
     }
     // A trusted proxy sends the scheme of the original request. Invalid addresses may belong to either scheme.
-    let is_proxied = !listen.trusted_proxies.is_empty() || !listen.forward_auth.is_empty();
+    let is_proxied = listen.trusted_networks().next().is_some() || !listen.forward_auth.is_empty();
     let any_scheme = is_proxied || !listen_is_valid || misspelled.contains(&"listen");
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.rule.plans).map(|plan| plan.name.as_str()).collect();
     let before = report.count();

@@ -23,7 +23,7 @@ enum Values {
 type Row = (&'static [&'static str], Option<Values>, &'static str, &'static str);
 
 /// The first row that applies counts: those for some values come first.
-const SETTINGS: [Row; 115] = [
+const SETTINGS: [Row; 117] = [
     (
         &SWITCHES,
         Some(Values::Off),
@@ -369,17 +369,22 @@ const SETTINGS: [Row; 115] = [
     ),
     (&["maxconn", "worker_connections", "max_conns"], None, "max_connections", "write `max_connections = 10000`"),
     (
-        &[
-            "set_real_ip_from",
-            "real_ip_header",
-            "trusted_ips",
-            "forwarded_headers",
-            "xff_num_trusted_hops",
-            "accept_proxy",
-        ],
+        &["set_real_ip_from", "trusted_ips", "forwarded_headers", "accept_proxy"],
         None,
         "trusted_proxies",
         "write `trusted_proxies = [\"10.0.0.0/8\"]`, or `proxy_protocol` for the PROXY protocol",
+    ),
+    (
+        &["real_ip_header", "real_client_ip_header", "client_ip_headers"],
+        None,
+        "client_ip",
+        "write `client_ip = \"x-real-ip\"` beside `trusted_proxies`; for `X-Forwarded-For`, `trusted_proxies` alone",
+    ),
+    (
+        &["xff_num_trusted_hops", "num_trusted_hops", "num_trusted_proxies", "depth"],
+        None,
+        "trusted_hops",
+        "write `trusted_hops = 1` beside `trusted_proxies`",
     ),
     (
         &["ssl", "tls", "certificate", "ssl_certificate", "ssl_certificate_key", "cert", "crt"],

@@ -57,6 +57,7 @@ mod sources;
 pub mod span_export;
 pub mod template;
 pub mod toml_reader;
+pub mod trusted_proxies;
 pub mod upstream;
 pub mod usage_cost;
 pub mod values;

@@ -5,6 +5,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
+use http::HeaderName;
 use rustls_pki_types::CertificateDer;
 use toml::de::DeValue;
 
@@ -16,9 +17,10 @@ use super::settings::{
     Choice, Custom, Integer, Kind, OFF_FIX, Optional, Required, Restart, Section, Shape, Tables, Word, Words,
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
+use super::trusted_proxies;
 use super::values::{Secret, read_network};
 use transom_http::client_address::AddressRange;
-use transom_http::forwarded::ForwardedField;
+use transom_http::forwarded::{ForwardedField, HOPS_MAX};
 use transom_limiter::ip_prefix::Network;
 
 const ADDRESS: &str = "`\"ADDRESS:PORT\"`";
@@ -99,6 +101,25 @@ settings! {
             example: "[\"10.0.0.0/8\", \"fd00::/8\"]",
             or: ", or remove it: no proxy is then trusted",
             read: read_range,
+        };
+        /// Files with further trusted networks, as providers publish them: one network or address on a line, `#` begins a comment.
+        /// A change is applied like a change of the configuration. A file without networks is rejected.
+        trusted_proxies_file: Vec<Vec<Network>> = Words {
+            shape: "path of a file",
+            example: "\"cloudflare.txt\"",
+            or: ", or remove it: the networks of `trusted_proxies` are then trusted alone",
+            read: trusted_proxies::read_networks_file,
+        };
+        /// The place of the client in the field, counted from the end, whatever the addresses behind it: `2` for `client` in
+        /// `X-Forwarded-For: forged, client, balancer`. The peer must be a trusted proxy. If the list is shorter, or has no
+        /// address at this place, the client is the peer. Without it: the first address from the end that is no trusted proxy.
+        trusted_hops: Option<usize> = Optional(Integer(0, 1..=HOPS_MAX as u64));
+        /// A field in which trusted proxies name the client instead, such as `cf-connecting-ip`, `true-client-ip` or `x-real-ip`.
+        /// If it does not have exactly one address, the client is the peer. The field is passed on only if it named the client.
+        client_ip: Option<HeaderName> = Word {
+            shape: "field name",
+            example: "\"cf-connecting-ip\"",
+            read: trusted_proxies::read_client_field,
         };
         /// The field that trusted proxies set. The gateway neither reads nor passes on the other field.
         forwarded: ForwardedField = Choice(
@@ -417,20 +438,14 @@ fn check_listen(listen: &mut Listen, table: &mut Table, report: &mut Report) {
         listen.http.clear();
     }
     check_overlaps(table, report);
-    let mut ranges: Vec<AddressRange> = Vec::new();
-    for word in table.given("trusted_proxies").iter().flat_map(Item::words) {
-        let Ok(range) = word.text.parse::<AddressRange>() else { continue };
-        if ranges.contains(&range) {
-            report.problem(word.span, format!("{} is listed twice", quoted(word.text)), "remove it");
-        } else if matches!(range, AddressRange::Network(Network { prefix: 0, .. })) {
-            let message = format!("{} contains every address: any client could forge its address", quoted(word.text));
-            report.problem(word.span, message, "write the networks of your proxies");
-        }
-        ranges.push(range);
-    }
-    if let (Some(item), true) = (table.given("forwarded"), table.lacks("trusted_proxies")) {
-        let message = "`forwarded` has no effect without `trusted_proxies`";
-        report.missing(item.key_span, message, "add `trusted_proxies`, or remove `forwarded`");
+    trusted_proxies::check(listen, table, report);
+}
+
+impl Listen {
+    /// The addresses of trusted proxies, also those in files.
+    pub fn trusted_networks(&self) -> impl Iterator<Item = AddressRange> {
+        let in_files = self.trusted_proxies_file.iter().flatten().copied().map(AddressRange::Network);
+        self.trusted_proxies.iter().copied().chain(in_files)
     }
 }
 

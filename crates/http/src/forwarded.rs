@@ -1,8 +1,8 @@
-//! Finds the client behind trusted proxies, in `X-Forwarded-For` or `Forwarded`.
+//! Finds the client behind trusted proxies, in `X-Forwarded-For` or `Forwarded`, or in a field that has one address.
 //!
 //! Every proxy appends the address of its peer, so a client can forge all but the end of the list. The list is read from
-//! its end to the first address that is no trusted proxy. An unreadable element ends the search: the proxy that appended
-//! it counts as the client.
+//! its end to the first address that is no trusted proxy, or to a given place. An unreadable element ends the search: the
+//! proxy that appended it counts as the client.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -11,7 +11,7 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use crate::client_address::{AddressRange, AddressSet, ClientAddress, UNIX};
 
 /// Upper bound of the hops that are read.
-const HOPS_MAX: usize = 32;
+pub const HOPS_MAX: usize = 32;
 /// Upper bound of a node (RFC 7239, section 6): an IPv6 address with a zone, brackets and a port.
 const NODE_MAX_BYTES: usize = 128;
 
@@ -26,11 +26,23 @@ pub enum ForwardedField {
     Forwarded,
 }
 
+/// Where trusted proxies name the client.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum ClientPlace {
+    /// The first address from the end of the forwarding header that is no trusted proxy.
+    FirstUntrusted,
+    /// This element of the forwarding header, counted from the end, which is 1. The addresses after it are not compared.
+    Hop(usize),
+    /// A field that has one address. The scheme is still read at the place of the client in `X-Forwarded-For`.
+    Field(HeaderName),
+}
+
 /// The proxies whose forwarding header is trusted, compiled.
 #[derive(Debug)]
 pub struct TrustedProxies {
     proxies: AddressSet,
     field: ForwardedField,
+    place: ClientPlace,
 }
 
 /// The client of a request.
@@ -43,41 +55,84 @@ pub struct ClientInfo {
     pub hops: usize,
     /// The forwarding header that was trusted; `None` if the peer is no trusted proxy.
     pub trusted_header: Option<ForwardedField>,
+    /// Whether the client was named by [`ClientPlace::Field`].
+    pub is_from_field: bool,
+}
+
+impl ClientInfo {
+    /// The client is the peer.
+    pub fn of_peer(address: ClientAddress, is_secure: bool) -> ClientInfo {
+        ClientInfo { address, is_secure, hops: 0, trusted_header: None, is_from_field: false }
+    }
 }
 
 impl TrustedProxies {
-    pub fn new(proxies: &[AddressRange], field: ForwardedField) -> TrustedProxies {
-        TrustedProxies { proxies: AddressSet::new(proxies), field }
+    pub fn new(proxies: &[AddressRange], field: ForwardedField, place: ClientPlace) -> TrustedProxies {
+        TrustedProxies { proxies: AddressSet::new(proxies), field, place }
+    }
+
+    /// The field of [`ClientPlace::Field`].
+    pub fn client_field(&self) -> Option<&HeaderName> {
+        if let ClientPlace::Field(name) = &self.place { Some(name) } else { None }
     }
 
     /// The client of a request about which the proxy `peer` asks. The proxy is trusted without being listed.
     pub fn client_of_proxy(&self, peer: ClientAddress, headers: &HeaderMap) -> ClientInfo {
-        self.client_from_x_forwarded_for(peer, false, headers)
+        let client = self.client_from_x_forwarded_for(peer, false, headers);
+        // The proxy passes fields of its own peer on. That peer is the last element.
+        let nearest = match self.client_field() {
+            Some(_) => x_forwarded_for_addresses(headers).next().flatten().unwrap_or(peer),
+            None => return client,
+        };
+        if self.proxies.contains(nearest) { self.named_by_field(client, nearest, headers) } else { client }
     }
 
-    /// The client behind `peer`, by the value of one `X-Forwarded-For`; `None` if the peer is no trusted proxy.
-    pub fn client_in_list(&self, peer: ClientAddress, list: &[u8]) -> Option<ClientAddress> {
-        self.proxies.contains(peer).then(|| self.first_untrusted(peer, addresses_from_the_end(list)).0)
+    /// The client behind `peer`, by the value of one `X-Forwarded-For`, which may be empty, and the other fields; `None` if the peer
+    /// is no trusted proxy, or neither names a client.
+    pub fn client_in_log(&self, peer: ClientAddress, list: &[u8], headers: &HeaderMap) -> Option<ClientAddress> {
+        if !self.proxies.contains(peer) {
+            return None;
+        }
+        match self.client_field() {
+            Some(name) if headers.contains_key(name) => Some(address_in_field(headers, name).unwrap_or(peer)),
+            _ => (!list.is_empty()).then(|| self.client_in_list(peer, addresses_from_the_end(list)).0),
+        }
     }
 
     /// The client of a request that arrived on a connection from `peer`.
     pub fn client(&self, peer: ClientAddress, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
         if !self.proxies.contains(peer) {
-            return ClientInfo { address: peer, is_secure, hops: 0, trusted_header: None };
+            return ClientInfo::of_peer(peer, is_secure);
         }
-        match self.field {
+        let client = match self.field {
             ForwardedField::XForwardedFor => self.client_from_x_forwarded_for(peer, is_secure, headers),
             ForwardedField::Forwarded => self.client_from_forwarded(peer, is_secure, headers),
-        }
+        };
+        self.named_by_field(client, peer, headers)
     }
 
-    /// The first address from the end of a list that is no trusted proxy, and the number of its elements up to there. An unreadable
-    /// hop ends the search.
-    fn first_untrusted(
+    /// The client that the field of [`ClientPlace::Field`] names, if it is configured. The client is `sender` if the field does not
+    /// have exactly one address.
+    fn named_by_field(&self, client: ClientInfo, sender: ClientAddress, headers: &HeaderMap) -> ClientInfo {
+        let Some(name) = self.client_field() else { return client };
+        let named = address_in_field(headers, name);
+        ClientInfo { address: named.unwrap_or(sender), is_from_field: named.is_some(), ..client }
+    }
+
+    /// The client in a list that is given from its end, and the number of elements up to there: the first address that is no
+    /// trusted proxy, or the element of a given place. An unreadable hop ends the search. If the list is too short for the place,
+    /// the client is the peer.
+    fn client_in_list(
         &self,
         peer: ClientAddress,
-        list: impl Iterator<Item = Option<ClientAddress>>,
+        mut list: impl Iterator<Item = Option<ClientAddress>>,
     ) -> (ClientAddress, usize) {
+        if let ClientPlace::Hop(hops) = self.place {
+            let is_usable =
+                |address: &ClientAddress| *address != ClientAddress::Unix || self.proxies.contains(*address);
+            let client = list.nth(hops - 1).flatten().filter(is_usable);
+            return client.map_or((peer, 0), |address| (address, hops));
+        }
         let (mut client, mut hops) = (peer, 0);
         for address in list.take(HOPS_MAX).map_while(|hop| hop) {
             // The callers of a proxy's Unix socket are told apart by the proxy.
@@ -93,32 +148,44 @@ impl TrustedProxies {
     }
 
     fn client_from_x_forwarded_for(&self, peer: ClientAddress, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
-        let (address, hops) = self.first_untrusted(peer, x_forwarded_for_addresses(headers));
+        let (address, hops) = self.client_in_list(peer, x_forwarded_for_addresses(headers));
         let scheme = element_of_hop(headers.get_all(X_FORWARDED_PROTO), hops);
         let is_secure = scheme.and_then(is_https).unwrap_or(is_secure);
-        ClientInfo { address, is_secure, hops, trusted_header: Some(ForwardedField::XForwardedFor) }
+        let trusted_header = Some(ForwardedField::XForwardedFor);
+        ClientInfo { address, is_secure, hops, trusted_header, is_from_field: false }
     }
 
     /// As [`TrustedProxies::client_from_x_forwarded_for`] for `Forwarded`, whose elements also have the scheme.
     fn client_from_forwarded(&self, peer: ClientAddress, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
-        let mut client = ClientInfo { address: peer, is_secure, hops: 0, trusted_header: Some(self.field) };
+        let mut client = ClientInfo { trusted_header: Some(self.field), ..ClientInfo::of_peer(peer, is_secure) };
+        let place = if let ClientPlace::Hop(hops) = self.place { Some(hops) } else { None };
         let mut seen = 0;
         for line in headers.get_all(header::FORWARDED).iter().rev() {
             let Some((elements, count)) = last_elements(line.as_bytes()) else { return client };
             for element in elements[..count].iter().rev() {
-                let hop = if seen < HOPS_MAX { parse_element(element) } else { None };
                 seen += 1;
+                if place.is_some_and(|place| seen < place) {
+                    continue;
+                }
+                let hop = if seen <= HOPS_MAX { parse_element(element) } else { None };
                 let Some(hop) = hop else { return client };
                 client.address = hop.address.into();
-                client.hops += 1;
+                client.hops = seen;
                 client.is_secure = hop.is_secure.unwrap_or(client.is_secure);
-                if !self.proxies.contains(client.address) {
+                if place.is_some() || !self.proxies.contains(client.address) {
                     return client;
                 }
             }
         }
         client
     }
+}
+
+/// The address of a field that is given once and has one address.
+fn address_in_field(headers: &HeaderMap, name: &HeaderName) -> Option<ClientAddress> {
+    let mut values = headers.get_all(name).iter();
+    let value = values.next()?;
+    if values.next().is_some() { None } else { parse_node(value.as_bytes().trim_ascii()).map(ClientAddress::Ip) }
 }
 
 /// The addresses of all `X-Forwarded-For` lines, from the end; `None` for an element that is no address.
@@ -280,15 +347,27 @@ mod tests {
     const PEER: &str = "10.0.0.1";
 
     fn trusted_proxies(by: ForwardedField) -> TrustedProxies {
-        TrustedProxies::new(&["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().unwrap()), by)
+        proxies_with(by, ClientPlace::FirstUntrusted)
     }
 
-    fn found(by: ForwardedField, peer: &str, fields: &[(&'static str, &str)]) -> ClientInfo {
+    fn proxies_with(by: ForwardedField, place: ClientPlace) -> TrustedProxies {
+        TrustedProxies::new(
+            &["10.0.0.0/8", "fd00::/8"].map(|text| AddressRange::Network(text.parse().unwrap())),
+            by,
+            place,
+        )
+    }
+
+    fn headers(fields: &[(&'static str, &str)]) -> HeaderMap {
         let mut headers = HeaderMap::new();
         for (name, value) in fields {
             headers.append(*name, HeaderValue::from_bytes(value.as_bytes()).unwrap());
         }
-        trusted_proxies(by).client(peer.parse().unwrap(), false, &headers)
+        headers
+    }
+
+    fn found(by: ForwardedField, peer: &str, fields: &[(&'static str, &str)]) -> ClientInfo {
+        trusted_proxies(by).client(peer.parse().unwrap(), false, &headers(fields))
     }
 
     fn by_list(lines: &[&str]) -> String {
@@ -328,7 +407,7 @@ mod tests {
         let network = AddressRange::Network("10.0.0.0/8".parse().unwrap());
         let client = |proxies: &[AddressRange], peer: &str, list: &'static str| {
             let headers = HeaderMap::from_iter([(X_FORWARDED_FOR, HeaderValue::from_static(list))]);
-            let proxies = TrustedProxies::new(proxies, ForwardedField::XForwardedFor);
+            let proxies = TrustedProxies::new(proxies, ForwardedField::XForwardedFor, ClientPlace::FirstUntrusted);
             proxies.client(peer.parse().unwrap(), false, &headers).address.to_string()
         };
         for (list, of_untrusted, of_trusted) in [
@@ -345,6 +424,12 @@ mod tests {
         // Behind a trusted proxy that has clients on a Unix socket.
         assert_eq!(client(&[network], "10.0.0.1", "192.0.2.7, unix:"), "10.0.0.1");
         assert_eq!(client(&[network, AddressRange::Unix], "10.0.0.1", "192.0.2.7, unix:"), "192.0.2.7");
+        // At the place of `trusted_hops`.
+        for (proxies, found) in [(&[network][..], "10.0.0.1"), (&[network, AddressRange::Unix], "unix:")] {
+            let proxies = TrustedProxies::new(proxies, ForwardedField::XForwardedFor, ClientPlace::Hop(1));
+            let list = headers(&[("x-forwarded-for", "192.0.2.7, unix:")]);
+            assert_eq!(proxies.client("10.0.0.1".parse().unwrap(), false, &list).address.to_string(), found);
+        }
     }
 
     #[test]
@@ -436,6 +521,92 @@ mod tests {
         assert_eq!(field(ForwardedField::XForwardedFor, "192.0.2.9", "x-forwarded-for"), "192.0.2.9");
         assert_eq!(field(ForwardedField::XForwardedFor, PEER, "forwarded"), PEER);
         assert_eq!(field(ForwardedField::Forwarded, PEER, "x-forwarded-for"), PEER);
+    }
+
+    #[test]
+    fn the_client_is_the_element_of_the_given_place() {
+        let found = |hops, field, peer: &str, lines: &[&str]| {
+            let name = if field == ForwardedField::Forwarded { "forwarded" } else { "x-forwarded-for" };
+            let mut fields: Vec<_> = lines.iter().map(|line| (name, *line)).collect();
+            fields.push(("x-forwarded-proto", "https, http"));
+            let client =
+                proxies_with(field, ClientPlace::Hop(hops)).client(peer.parse().unwrap(), false, &headers(&fields));
+            (client.address.to_string(), client.hops, client.is_secure)
+        };
+        let x_forwarded_for = |hops, lines: &[&str]| found(hops, ForwardedField::XForwardedFor, PEER, lines);
+        let expected = |client: &str, hops, is_secure| (client.to_owned(), hops, is_secure);
+        for lines in [
+            &["6.6.6.6, 192.0.2.7, 203.0.113.1"][..],
+            &["6.6.6.6", "192.0.2.7,,", "unknown"],
+            &["192.0.2.7:80, 10.1.1.1"],
+        ] {
+            assert_eq!(x_forwarded_for(2, lines), expected("192.0.2.7", 2, true), "{lines:?}");
+        }
+        // An address of a trusted proxy at the place is a client too.
+        assert_eq!(x_forwarded_for(1, &["192.0.2.7, 10.1.1.1"]), expected("10.1.1.1", 1, false));
+        // Lists without the place, or with an unreadable element there: the peer is the client.
+        for lines in [&["192.0.2.7"][..], &[], &["6.6.6.6, unknown, 203.0.113.1"], &["192.0.2.7,,"]] {
+            assert_eq!(x_forwarded_for(2, lines), expected(PEER, 0, false), "{lines:?}");
+        }
+        let list = ["6.6.6.6, 192.0.2.7, 203.0.113.1"];
+        assert_eq!(found(2, ForwardedField::XForwardedFor, "9.9.9.9", &list), expected("9.9.9.9", 0, false));
+        assert_eq!(found(2, ForwardedField::Forwarded, PEER, &list), expected(PEER, 0, false));
+        let forwarded = |lines: &[&str]| found(2, ForwardedField::Forwarded, PEER, lines);
+        let client = "for=6.6.6.6, for=192.0.2.7;proto=https";
+        for last in ["for=203.0.113.1;proto=http", "for=_hidden", "proto=http"] {
+            assert_eq!(forwarded(&[&format!("{client}, {last}")]), expected("192.0.2.7", 2, true), "{last}");
+            assert_eq!(forwarded(&[client, last]), expected("192.0.2.7", 2, true), "{last}");
+        }
+        assert_eq!(forwarded(&["for=6.6.6.6, for=_hidden;proto=https, for=10.1.1.1"]), expected(PEER, 0, false));
+        assert_eq!(forwarded(&["for=192.0.2.7;proto=https"]), expected(PEER, 0, false));
+    }
+
+    #[test]
+    fn the_client_is_the_only_address_of_the_given_field() {
+        const FIELD: HeaderName = HeaderName::from_static("cf-connecting-ip");
+        let proxies = proxies_with(ForwardedField::XForwardedFor, ClientPlace::Field(FIELD));
+        let found = |peer: &str, fields: &[(&'static str, &str)]| {
+            let client = proxies.client(peer.parse().unwrap(), false, &headers(fields));
+            (client.address.to_string(), client.is_from_field)
+        };
+        let expected = |client: &str, is_from_field| (client.to_owned(), is_from_field);
+        let list = ("x-forwarded-for", "6.6.6.6, 192.0.2.9");
+        for (value, client) in [
+            ("192.0.2.7", "192.0.2.7"),
+            (" 192.0.2.7\t", "192.0.2.7"),
+            ("192.0.2.7:443", "192.0.2.7"),
+            ("2001:db8::1", "2001:db8::1"),
+            ("::ffff:192.0.2.7", "192.0.2.7"),
+            // A trusted proxy may be a client.
+            ("10.1.1.1", "10.1.1.1"),
+        ] {
+            assert_eq!(found(PEER, &[("cf-connecting-ip", value), list]), expected(client, true), "{value}");
+            assert_eq!(found("9.9.9.9", &[("cf-connecting-ip", value), list]), expected("9.9.9.9", false), "{value}");
+        }
+        for value in ["", "192.0.2.7, 192.0.2.8", "unknown", "a", "192.0.2.7 192.0.2.8"] {
+            assert_eq!(found(PEER, &[("cf-connecting-ip", value), list]), expected(PEER, false), "{value}");
+        }
+        let twice = [("cf-connecting-ip", "192.0.2.7"), ("cf-connecting-ip", "192.0.2.7")];
+        assert_eq!(found(PEER, &twice), expected(PEER, false));
+        assert_eq!(found(PEER, &[list]), expected(PEER, false));
+        // The scheme is that of the client's place in the list.
+        let scheme = |schemes| {
+            let fields = [
+                ("cf-connecting-ip", "192.0.2.9"),
+                ("x-forwarded-for", "192.0.2.9, 10.1.1.1"),
+                ("x-forwarded-proto", schemes),
+            ];
+            proxies.client(PEER.parse().unwrap(), false, &headers(&fields)).is_secure
+        };
+        assert!(scheme("https, http") && scheme("https") && !scheme("http, https"));
+        // A proxy that asks about a request passes the field of its peer on, which must be trusted itself.
+        let asked = |list: &str| {
+            let fields = headers(&[("cf-connecting-ip", "192.0.2.7"), ("x-forwarded-for", list)]);
+            proxies.client_of_proxy("127.0.0.1".parse().unwrap(), &fields).address.to_string()
+        };
+        assert_eq!(asked("192.0.2.7, 10.1.1.1"), "192.0.2.7");
+        assert_eq!(asked("10.1.1.1, 203.0.113.66"), "203.0.113.66");
+        assert_eq!(asked("unknown"), "127.0.0.1");
     }
 
     /// An address, as a hop in `X-Forwarded-For` and as an element of `Forwarded`.

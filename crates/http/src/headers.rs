@@ -94,12 +94,14 @@ impl SpecialFields {
 }
 
 /// Prepares the fields of a request for the upstream: removes hop-by-hop fields and adds the forwarding fields. `peer` is
-/// the other end of the connection, `client` the client behind it. Fields in `keys` are parts of rule keys, and stay.
+/// the other end of the connection, `client` the client behind it. `client_field` has the address of the client, if trusted
+/// proxies name it there. Fields in `keys` are parts of rule keys, and stay.
 pub fn forward_request(
     headers: &mut HeaderMap,
     special: SpecialFields,
     peer: &HeaderValue,
     client: &ClientInfo,
+    client_field: Option<&HeaderName>,
     keys: &[HeaderName],
 ) {
     let forwarded = if client.trusted_header == Some(ForwardedField::Forwarded) {
@@ -120,6 +122,10 @@ pub fn forward_request(
     if wants_trailers {
         // Trailers of the response are forwarded, so the upstream may send them.
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
+    }
+    // An address that was not taken may be forged.
+    if let Some(name) = client_field.filter(|_| !client.is_from_field) {
+        headers.remove(name);
     }
     if client.trusted_header == Some(ForwardedField::XForwardedFor) {
         return extend_forwarding_fields(headers, peer, client);
@@ -392,16 +398,30 @@ mod tests {
         let mut headers = headers(fields);
         let (special, address) = (SpecialFields::present_in(&headers), address_value(peer.parse().unwrap()));
         let client = match trusted {
-            None => ClientInfo { address: peer.parse().unwrap(), is_secure: false, hops: 0, trusted_header: trusted },
+            None => ClientInfo::of_peer(peer.parse().unwrap(), false),
             Some(_) => ClientInfo {
-                address: "198.51.100.1".parse().unwrap(),
-                is_secure: true,
                 hops: 1,
                 trusted_header: trusted,
+                ..ClientInfo::of_peer("198.51.100.1".parse().unwrap(), true)
             },
         };
-        forward_request(&mut headers, special, &address, &client, &[HeaderName::from_static("x-api-key")]);
+        forward_request(&mut headers, special, &address, &client, None, &[HeaderName::from_static("x-api-key")]);
         headers
+    }
+
+    #[test]
+    fn the_field_of_the_client_is_forwarded_only_if_it_named_the_client() {
+        let field = HeaderName::from_static("x-real-ip");
+        let peer = || ClientInfo::of_peer("10.0.0.1".parse().unwrap(), false);
+        let trusted = ClientInfo { trusted_header: Some(ForwardedField::XForwardedFor), ..peer() };
+        for (client, stays) in
+            [(peer(), false), (trusted, false), (ClientInfo { is_from_field: true, ..trusted }, true)]
+        {
+            let mut fields = headers(&[("host", "a"), ("x-real-ip", "192.0.2.7"), ("connection", "x-real-ip")]);
+            let (special, peer) = (SpecialFields::present_in(&fields), address_value("10.0.0.1".parse().unwrap()));
+            forward_request(&mut fields, special, &peer, &client, Some(&field), std::slice::from_ref(&field));
+            assert_eq!(fields.contains_key(&field), stays, "{client:?}");
+        }
     }
 
     #[test]

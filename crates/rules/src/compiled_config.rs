@@ -30,7 +30,7 @@ use transom_config::rule::GatewayRule;
 use transom_config::usage_cost::{Reserve, UsageCost};
 use transom_config::{Config, RouteId, UpstreamId};
 use transom_http::client_address::ClientAddress;
-use transom_http::forwarded::{ClientInfo, ForwardedField, TrustedProxies};
+use transom_http::forwarded::{ClientInfo, ClientPlace, ForwardedField, TrustedProxies};
 use transom_jwt::cache::TokenCache;
 use transom_jwt::published_keys::PublishedKeys;
 use transom_limiter::charge_plan::ChargePlan;
@@ -84,7 +84,7 @@ pub struct CompiledConfig {
     pub trusted_proxies: Option<TrustedProxies>,
     /// Actions of those routes that have any.
     actions: Vec<RouteActions>,
-    /// Fields that a key, a cost, a client or a route depends on. A client cannot remove them by listing them in Connection.
+    /// Fields that a key, a cost, a client, its address or a route depends on. A client cannot remove them by listing them in Connection.
     pub key_fields: Vec<HeaderName>,
 }
 
@@ -198,8 +198,7 @@ impl CompiledConfig {
         let digester = digester.map(Arc::new);
         let local_key = [seed.0.to_be_bytes(), seed.1.to_be_bytes()].concat();
         let readable_digester = digester.clone().unwrap_or_else(|| Arc::new(KeyDigester::new(&local_key, api_keys)));
-        let Listen { trusted_proxies, forwarded, .. } = &config.listen;
-        let trusted_proxies = (!trusted_proxies.is_empty()).then(|| TrustedProxies::new(trusted_proxies, *forwarded));
+        let trusted_proxies = trusted_proxies(&config.listen);
         let descriptors = DescriptorIndex::new(&config.rules);
         CompiledConfig {
             number: fastrand::u64(..),
@@ -260,7 +259,7 @@ impl CompiledConfig {
     /// The client of a request that arrived from `peer`: the peer, or the client that a trusted proxy names.
     pub fn identify_client(&self, peer: ClientAddress, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
         match &self.trusted_proxies {
-            None => ClientInfo { address: peer, is_secure, hops: 0, trusted_header: None },
+            None => ClientInfo::of_peer(peer, is_secure),
             Some(trusted_proxies) => trusted_proxies.client(peer, is_secure, headers),
         }
     }
@@ -268,9 +267,17 @@ impl CompiledConfig {
     /// The client of a request about which the proxy `peer` asks.
     pub fn identify_client_of_proxy(&self, peer: ClientAddress, headers: &HeaderMap) -> ClientInfo {
         match &self.trusted_proxies {
-            None => TrustedProxies::new(&[], ForwardedField::XForwardedFor).client_of_proxy(peer, headers),
+            None => {
+                let none = TrustedProxies::new(&[], ForwardedField::XForwardedFor, ClientPlace::FirstUntrusted);
+                none.client_of_proxy(peer, headers)
+            }
             Some(trusted_proxies) => trusted_proxies.client_of_proxy(peer, headers),
         }
+    }
+
+    /// The field in which trusted proxies name the client.
+    pub fn client_field(&self) -> Option<&HeaderName> {
+        self.trusted_proxies.as_ref()?.client_field()
     }
 
     /// The limit of the route with these actions, or else of the configuration.
@@ -373,6 +380,18 @@ fn learnt_costs(rule: &GatewayRule, before: &[LearntRule]) -> Option<Arc<LearntC
     Some(same.map(|learnt| Arc::clone(&learnt.costs)).unwrap_or_default())
 }
 
+/// `None` if every client is the peer. A proxy that asks on `forward_auth` is trusted without being listed.
+fn trusted_proxies(listen: &Listen) -> Option<TrustedProxies> {
+    let place = match (&listen.client_ip, listen.trusted_hops) {
+        (Some(field), _) => ClientPlace::Field(field.clone()),
+        (None, Some(hops)) => ClientPlace::Hop(hops),
+        (None, None) => ClientPlace::FirstUntrusted,
+    };
+    let networks: Vec<_> = listen.trusted_networks().collect();
+    let is_used = !networks.is_empty() || place != ClientPlace::FirstUntrusted;
+    is_used.then(|| TrustedProxies::new(&networks, listen.forwarded, place))
+}
+
 fn key_fields(config: &Config) -> Vec<HeaderName> {
     let keys = parts(config).filter(|part| HEADER.has(part)).filter_map(KeyPart::name);
     let costs = config.rules.iter().filter_map(|rule| match &rule.cost {
@@ -383,7 +402,7 @@ fn key_fields(config: &Config) -> Vec<HeaderName> {
     let bearer = parts(config).any(|part| BEARER.has(part)).then_some(header::AUTHORIZATION.as_str());
     let names =
         keys.chain(bearer).chain(costs).chain(routes).filter_map(|name| HeaderName::from_bytes(name.as_bytes()).ok());
-    names.collect::<HashSet<_>>().into_iter().collect()
+    names.chain(config.listen.client_ip.clone()).collect::<HashSet<_>>().into_iter().collect()
 }
 
 fn claims(config: &Config) -> Vec<String> {

@@ -177,9 +177,10 @@ impl RequestReader {
         let (Some(host), Ok(path), Some(uri)) = (host, path, uri) else { return Err(Rejected) };
         read_headers(fields, headers, text, &self.fields.request, 0);
         let client = self.named_client(line, text, client_name, fields);
-        let proxies = self.compiled.trusted_proxies.as_ref().filter(|_| line.forwarded_for.len > 0);
-        let forwarded = proxies
-            .and_then(|proxies| proxies.client_in_list(line.client, line.forwarded_for.decoded(text, &mut Vec::new())));
+        let proxies = self.compiled.trusted_proxies.as_ref();
+        let mut buffer = Vec::new();
+        let list = line.forwarded_for.decoded(text, &mut buffer);
+        let forwarded = proxies.and_then(|proxies| proxies.client_in_log(line.client, list, fields));
         Ok(LoggedRequest {
             host,
             client,
