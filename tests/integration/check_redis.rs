@@ -226,6 +226,43 @@ fn tls_failures_are_reported_with_their_cause() {
     assert_eq!(code, Some(0), "{output}");
 }
 
+/// The certificate is for a name, and the cluster announces addresses.
+#[test]
+fn a_cluster_with_tls_that_announces_addresses_needs_a_server_name() {
+    let authority = TestCa::new();
+    let lines = "cluster-enabled yes\ntls-cluster yes\ncluster-announce-ip 127.0.0.1";
+    let node = RedisServer::with_tls_for(&["redis.internal"], &authority, lines);
+    assert_eq!(node.cli(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]), "OK");
+    crate::support::eventually("the cluster serves", || node.cli(&["CLUSTER", "INFO"]).contains("cluster_state:ok"));
+    let scratch = TempDir::new();
+    scratch.write("ca.pem", &authority.pem);
+    let settings = format!("redis = [\"rediss://127.0.0.1:{}\"]\nca = \"ca.pem\"\n", node.port);
+    expect_unusable(check_in(&scratch, &settings), &["not valid for name", "write `server_name = "]);
+    let (code, output) = check_in(&scratch, &format!("{settings}server_name = \"redis.internal\""));
+    assert_eq!(code, Some(0), "{output}");
+    assert!(output.contains(&format!("server 127.0.0.1:{}: master", node.port)), "{output}");
+}
+
+#[test]
+fn sentinels_may_have_a_login_of_their_own() {
+    let master = RedisServer::with_config("requirepass of-servers");
+    let sentinels = Sentinels::start_one(&master, "of-sentinels");
+    let scratch = TempDir::new();
+    scratch.write("servers", "of-servers\n");
+    scratch.write("sentinels", "of-sentinels\n");
+    let settings =
+        format!("redis = {}\nsentinel_master = \"{MASTER}\"\npassword_file = \"servers\"\n", sentinels.urls());
+    expect_unusable(check_in(&scratch, &settings), &["`sentinel_password_file`"]);
+    for username in ["", "sentinel_username = \"default\""] {
+        let own = format!("{settings}sentinel_password_file = \"sentinels\"\n{username}");
+        let (code, output) = check_in(&scratch, &own);
+        assert_eq!(code, Some(0), "{output}");
+        assert!(output.contains(&format!("server 127.0.0.1:{}: master", master.port)), "{output}");
+    }
+    let wrong = format!("{settings}sentinel_password_file = \"servers\"");
+    expect_unusable(check_in(&scratch, &wrong), &["`sentinel_password_file`"]);
+}
+
 #[test]
 fn sentinels_name_the_master() {
     let master = RedisServer::start();

@@ -50,8 +50,13 @@ impl RedisServer {
     /// With TLS on its port, a certificate of this authority for `localhost`, `api.test` and 127.0.0.1, and trust in client certificates of
     /// this authority.
     pub fn with_tls(authority: &TestCa, lines: &str) -> RedisServer {
+        RedisServer::with_tls_for(&["localhost", "api.test", "127.0.0.1"], authority, lines)
+    }
+
+    /// As [`RedisServer::with_tls`], with a certificate for these names.
+    pub fn with_tls_for(names: &[&str], authority: &TestCa, lines: &str) -> RedisServer {
         let scratch = TempDir::new();
-        let issued = authority.issue(&["localhost", "api.test", "127.0.0.1"]);
+        let issued = authority.issue(names);
         scratch.write("server.pem", &issued.pem);
         scratch.write("server.key", &issued.key_pem);
         scratch.write("authority.pem", &authority.pem);

@@ -32,6 +32,12 @@ impl Sentinels {
         sentinels
     }
 
+    /// One sentinel that requires a password.
+    pub fn start_one(master: &RedisServer, password: &str) -> Sentinels {
+        let sentinel = (0..10).find_map(|_| Sentinel::try_start(master, Some(password)));
+        Sentinels { sentinels: vec![sentinel.expect("a sentinel that starts")] }
+    }
+
     /// Their addresses as a list of the gateway's configuration.
     pub fn urls(&self) -> String {
         let urls: Vec<String> =
@@ -67,14 +73,15 @@ impl Sentinels {
 impl Sentinel {
     fn start(master: &RedisServer) -> Sentinel {
         // Another process may take the port before the sentinel starts: then another port.
-        (0..10).find_map(|_| Sentinel::try_start(master)).expect("a sentinel that starts")
+        (0..10).find_map(|_| Sentinel::try_start(master, None)).expect("a sentinel that starts")
     }
 
-    fn try_start(master: &RedisServer) -> Option<Sentinel> {
+    fn try_start(master: &RedisServer, password: Option<&str>) -> Option<Sentinel> {
+        let login = password.map_or(String::new(), |password| format!("requirepass {password}\n"));
         let (scratch, port) = (TempDir::new(), free_port());
         let text = format!(
             "port {port}\nbind 127.0.0.1\ndir {}\nsentinel monitor {MASTER} 127.0.0.1 {} 2\n\
-             sentinel down-after-milliseconds {MASTER} 1000\nsentinel failover-timeout {MASTER} 6000\n",
+             sentinel down-after-milliseconds {MASTER} 1000\nsentinel failover-timeout {MASTER} 6000\n{login}",
             scratch.path().display(),
             master.port,
         );
@@ -91,7 +98,7 @@ impl Sentinel {
         let (mut sentinel, mut ended) = (Sentinel { port, child, scratch }, false);
         eventually("the sentinel responds", || {
             ended = sentinel.child.try_wait().unwrap().is_some();
-            ended || sentinel.cli(&["PING"]) == "PONG"
+            ended || ["PONG", "NOAUTH"].iter().any(|reply| sentinel.cli(&["PING"]).contains(reply))
         });
         (!ended).then_some(sentinel)
     }

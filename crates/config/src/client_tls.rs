@@ -215,7 +215,7 @@ impl ClientTls {
     }
 }
 
-fn read_server_name(word: &SpannedStr, report: &mut Report) -> Option<ServerName<'static>> {
+pub fn read_server_name(word: &SpannedStr, report: &mut Report) -> Option<ServerName<'static>> {
     let Ok(name) = ServerName::try_from(word.text.to_owned()) else {
         let message = format!("{} is not a valid server name", quoted(word.text));
         return report.reject(word.span.clone(), message, "write a host name or an IP address, without a port");

@@ -8,10 +8,11 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use rustls::pki_types::ServerName;
 use toml::de::DeValue;
 
 use super::certificate::PEM_FILE;
-use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, check_pair, suggest_ca};
+use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, check_pair, read_server_name, suggest_ca};
 use super::diagnostics::{Parsed, Report, Span, quoted};
 use super::host::{parse_authority, parse_socket_path};
 use super::settings::{Choice, Custom, Integer, Optional, Required, Restart, Section, Shape, Text, Time, Word};
@@ -53,6 +54,14 @@ settings! {
         password_file: Option<SpannedString> = Restart(FILE);
         /// Environment variable with the password.
         password_env: Option<SpannedString> = Restart(VARIABLE);
+        /// User of the gateway on the sentinels, if they have a login of their own. Without it: the default user.
+        sentinel_username: Option<String> =
+            Restart(Word { shape: "text", example: "\"transom\"", read: read_sentinel_username });
+        /// File with its password. Without it: the gateway logs in to sentinels as to servers, and without a password where a
+        /// sentinel has none.
+        sentinel_password_file: Option<SpannedString> = Restart(FILE);
+        /// Environment variable with this password, instead of the file.
+        sentinel_password_env: Option<SpannedString> = Restart(VARIABLE);
         /// Database number. Without it: that of the URL, or 0. A cluster has only 0.
         database: Option<i64> = Restart(Optional(Integer(0, 0..=DATABASE_MAX)));
         /// Prefix of all keys. Gateways with the same prefix count together.
@@ -77,6 +86,10 @@ settings! {
         digest_key_env: Option<SpannedString> = Restart(VARIABLE);
         /// With `rediss://`: authorities of the servers. Without it: the system's authorities.
         ca: Option<SpannedString> = Restart(PEM_FILE);
+        /// With `rediss://`: name that is sent (SNI) and verified on all servers, such as the nodes of a cluster that announces
+        /// addresses. Without it: the host of each server.
+        server_name: Option<ServerName<'static>> =
+            Restart(Word { shape: "name", example: "\"redis.internal\"", read: read_server_name });
         /// With `rediss://`: client certificate of the gateway, with its chain.
         certificate: Option<SpannedString> = Restart(PEM_FILE);
         /// Its private key.
@@ -90,6 +103,8 @@ pub struct StoreConfig {
     pub nodes: Nodes,
     pub username: Option<String>,
     pub password: Option<Secret<String>>,
+    /// `None`: the same login as on the servers.
+    pub sentinel_login: Option<SentinelLogin>,
     /// Always 0 in a cluster.
     pub database: i64,
     /// The beginning of all keys.
@@ -104,6 +119,13 @@ pub struct StoreConfig {
     pub mode: Sharing,
     /// What rules without `on_outage` do during an outage.
     pub on_outage: OnOutage,
+}
+
+/// How the gateway logs in to sentinels.
+#[derive(Clone, PartialEq, Debug)]
+pub struct SentinelLogin {
+    pub username: Option<String>,
+    pub password: Secret<String>,
 }
 
 impl StoreConfig {
@@ -155,11 +177,9 @@ fn check_shared(settings: &mut SharedSettings, table: &mut Table, report: &mut R
     for key in ["url", "host", "servers", "nodes"] {
         table.suggest_for(key, "redis", format!("{REDIS_FIX}, or a list for a cluster"));
     }
-    for key in ["sentinel_password", "sentinel_username", "sentinel_user"] {
-        let fix = "remove it: the gateway logs in to sentinels with `username` and `password_file` or `password_env`, and without a \
-                   password where a sentinel has none";
-        table.suggest_for(key, "password_file", fix);
-    }
+    let fix = "write `sentinel_password_file = \"FILE\"` or `sentinel_password_env = \"VARIABLE\"`";
+    table.suggest_for("sentinel_password", "sentinel_password_file", fix);
+    table.suggest_for("sentinel_user", "sentinel_username", "did you mean `sentinel_username`?");
     table.suggest_for("tls", "redis", "write `rediss://` in `redis`");
     suggest_ca(table, "ca", "ca = \"FILE\"");
     table.suggest_for("shared", "mode", "did you mean `mode`? Here, the setting for all rules has this name");
@@ -210,7 +230,21 @@ fn check_shared(settings: &mut SharedSettings, table: &mut Table, report: &mut R
         };
         report.missing(span, "a user name is given without a password", fix);
     }
-    for item in ["ca", "certificate", "private_key"].iter().filter_map(|key| table.given(key)).filter(|_| !url.secure) {
+    let has_sentinel_password = !table.lacks("sentinel_password_file") || !table.lacks("sentinel_password_env");
+    if let (Some(item), true, false) = (table.given("sentinel_username"), is_sentinel, has_sentinel_password) {
+        let fix = "add `sentinel_password_file = \"FILE\"` or `sentinel_password_env = \"VARIABLE\"`";
+        report.missing(item.key_span, "a user name is given without a password", fix);
+    }
+    let of_sentinels = ["sentinel_username", "sentinel_password_file", "sentinel_password_env"];
+    for item in of_sentinels.iter().filter_map(|key| table.given(key)).filter(|_| table.lacks("sentinel_master")) {
+        let message = format!("`{}` has no effect without `sentinel_master`", item.key);
+        report.missing(item.key_span, message, "add `sentinel_master`, or remove it");
+    }
+    for item in ["ca", "server_name", "certificate", "private_key"]
+        .iter()
+        .filter_map(|key| table.given(key))
+        .filter(|_| !url.secure)
+    {
         let message = format!("`{}` has no effect: no server uses TLS", item.key);
         report.missing(item.key_span, message, "remove it, or write `rediss://` in `redis`");
     }
@@ -225,14 +259,12 @@ impl SharedSettings {
             None => Nodes::Single(nodes.remove(0)),
         };
         let url = self.redis.urls.first().map(|(url, _)| url);
-        let password = url.and_then(|url| url.password.clone()).or_else(|| {
-            let (bytes, source) = read_secret(self.password_file.as_ref(), self.password_env.as_ref(), report)?;
-            let Ok(password) = String::from_utf8(bytes) else {
-                let message = "the password is not UTF-8 text";
-                return report.reject(source.span.clone(), message, "choose another password");
-            };
-            Some(Secret(password))
-        });
+        let of_url = url.and_then(|url| url.password.clone());
+        let password =
+            of_url.or_else(|| read_password(self.password_file.as_ref(), self.password_env.as_ref(), report));
+        let (file, variable) = (self.sentinel_password_file.as_ref(), self.sentinel_password_env.as_ref());
+        let sentinel_login = read_password(file, variable, report)
+            .map(|password| SentinelLogin { username: self.sentinel_username.clone(), password });
         let digest_key = read_secret(self.digest_key_file.as_ref(), self.digest_key_env.as_ref(), report);
         if let Some((_, source)) = digest_key.as_ref().filter(|(key, _)| key.len() < DIGEST_KEY_MIN_BYTES) {
             let message = format!("the key in `{}` has less than {DIGEST_KEY_MIN_BYTES} bytes", source.key);
@@ -241,13 +273,14 @@ impl SharedSettings {
         let digest_key = digest_key.map(|(key, _)| Secret(key));
         let tls = table.given("redis").filter(|_| url.is_some_and(|url| url.secure)).and_then(|item| {
             let (ca, certificate, private_key) = (self.ca.clone(), self.certificate.clone(), self.private_key.clone());
-            let tls = ClientTlsSettings { ca, certificate, private_key, ..ClientTlsSettings::default() };
+            let server_name = self.server_name.clone();
+            let tls = ClientTlsSettings { ca, server_name, certificate, private_key, ..ClientTlsSettings::default() };
             check_pair(table, report);
             ClientTls::new(&tls, item.span, &mut SystemRoots::default(), report)
         });
         let username = self.username.clone().or_else(|| url?.username.clone());
         let database = self.database.or_else(|| url?.database).unwrap_or(0);
-        StoreConfig { username, password, database, digest_key, tls, ..self.with_nodes(nodes) }
+        StoreConfig { username, password, sentinel_login, database, digest_key, tls, ..self.with_nodes(nodes) }
     }
 
     /// The settings that need no further reading.
@@ -256,6 +289,7 @@ impl SharedSettings {
             nodes,
             username: None,
             password: None,
+            sentinel_login: None,
             database: 0,
             prefix: self.prefix,
             timeout: self.timeout,
@@ -265,6 +299,19 @@ impl SharedSettings {
             on_outage: self.on_outage,
         }
     }
+}
+
+/// Reads the password that one of two settings names.
+fn read_password(
+    file: Option<&SpannedString>,
+    variable: Option<&SpannedString>,
+    report: &mut Report,
+) -> Option<Secret<String>> {
+    let (bytes, source) = read_secret(file, variable, report)?;
+    let Ok(password) = String::from_utf8(bytes) else {
+        return report.reject(source.span.clone(), "the password is not UTF-8 text", "choose another password");
+    };
+    Some(Secret(password))
 }
 
 /// Reads the secret that one of two settings names, a file or an environment variable, without the line end that
@@ -308,9 +355,17 @@ fn read_master(word: &SpannedStr, report: &mut Report) -> Option<String> {
 }
 
 fn read_username(word: &SpannedStr, report: &mut Report) -> Option<String> {
+    read_user("username", word, report)
+}
+
+fn read_sentinel_username(word: &SpannedStr, report: &mut Report) -> Option<String> {
+    read_user("sentinel_username", word, report)
+}
+
+fn read_user(key: &str, word: &SpannedStr, report: &mut Report) -> Option<String> {
     if word.text.is_empty() {
         let fix = "write the user name, or remove the setting";
-        return report.reject(word.span.clone(), "`username` is empty", fix);
+        return report.reject(word.span.clone(), format!("`{key}` is empty"), fix);
     }
     Some(word.text.to_owned())
 }

@@ -19,6 +19,7 @@ use tokio_rustls::TlsConnector;
 
 use super::connection::{CallError, Connection, Transport};
 use transom_config::redis::{Node, StoreConfig};
+use transom_config::values::Secret;
 
 /// Limit for opening a connection, up to the reply to PING.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1000);
@@ -37,6 +38,8 @@ const REPLY_BYTES_PER_BYTE_SENT: usize = 8;
 pub struct Connector {
     tls: Option<Tls>,
     login: RedisConnectionInfo,
+    /// The login of sentinels, if it is another.
+    sentinel_login: Option<RedisConnectionInfo>,
     /// Bytes that may arrive for each byte sent.
     reply_bytes_per_byte_sent: usize,
 }
@@ -49,16 +52,12 @@ struct Tls {
 
 impl Connector {
     pub fn new(settings: &StoreConfig) -> Connector {
-        let mut login = RedisConnectionInfo::default().set_db(settings.database).set_skip_set_lib_name();
-        if let Some(username) = &settings.username {
-            login = login.set_username(username);
-        }
-        if let Some(password) = &settings.password {
-            login = login.set_password(&password.0);
-        }
+        let login = login(settings.username.as_deref(), settings.password.as_ref()).set_db(settings.database);
+        let sentinel_login =
+            settings.sentinel_login.as_ref().map(|own| self::login(own.username.as_deref(), Some(&own.password)));
         let tls =
             settings.tls.as_ref().map(|tls| Tls { client: tls.with_alpn(&[]), server_name: tls.server_name.clone() });
-        Connector { tls, login, reply_bytes_per_byte_sent: REPLY_BYTES_PER_BYTE_SENT }
+        Connector { tls, login, sentinel_login, reply_bytes_per_byte_sent: REPLY_BYTES_PER_BYTE_SENT }
     }
 
     /// As [`Connector::new`], for calls whose replies may be as long as is read at all.
@@ -71,15 +70,17 @@ impl Connector {
         self.open_as(node, &self.login).await
     }
 
-    /// As [`Connector::open`], to a sentinel: without a database. A sentinel without a password rejects a login, so a
-    /// rejected login is retried without one.
+    /// As [`Connector::open`], to a sentinel: without a database, and with the login of sentinels. Without such a login, that of the
+    /// servers is used; a sentinel without a password rejects it, so it is retried without a login.
     pub async fn open_sentinel(&self, node: &Node) -> Result<Rc<Connection>, String> {
+        if let Some(login) = &self.sentinel_login {
+            return self.open_as(node, login).await;
+        }
         let opened = self.open_as(node, &self.login.clone().set_db(0)).await;
         if opened.is_ok() || self.login.password().is_none() {
             return opened;
         }
-        let plain_login = RedisConnectionInfo::default().set_skip_set_lib_name();
-        self.open_as(node, &plain_login).await.map_err(|_rejected| opened.err().unwrap_or_default())
+        self.open_as(node, &login(None, None)).await.map_err(|_rejected| opened.err().unwrap_or_default())
     }
 
     async fn open_as(&self, node: &Node, login: &RedisConnectionInfo) -> Result<Rc<Connection>, String> {
@@ -144,6 +145,17 @@ impl Connector {
         let (calls, driver) = opened.map_err(|error| login_error(&error))?;
         Ok(Transport { calls, driver: tokio::task::spawn_local(driver) })
     }
+}
+
+fn login(username: Option<&str>, password: Option<&Secret<String>>) -> RedisConnectionInfo {
+    let mut login = RedisConnectionInfo::default().set_skip_set_lib_name();
+    if let Some(username) = username {
+        login = login.set_username(username);
+    }
+    if let Some(password) = password {
+        login = login.set_password(&password.0);
+    }
+    login
 }
 
 /// Awaits a reply for at most `limit`.

@@ -106,7 +106,7 @@ const COMPLETE_CLUSTER: Check = (
 );
 
 /// Fixes in the gateway's configuration for errors that have one of these words; the first match applies.
-const FIXES: [(&str, &str); 13] = [
+const FIXES: [(&str, &str); 14] = [
     ("NOPERM|ACL failure|can't run", "grant the user the rights: `ACL SETUSER NAME on >PASSWORD KEYS RIGHTS`"),
     (
         "DB index|switch database",
@@ -119,11 +119,16 @@ const FIXES: [(&str, &str); 13] = [
     ("No such master", "set `sentinel_master` to the name in its `sentinel monitor NAME …`"),
     ("cluster support", "it is not a node of a cluster: write it without brackets, `redis = \"redis://HOST:PORT\"`"),
     ("UnknownIssuer|BadSignature", "name the CA that issued its certificate: `ca = \"FILE\"`"),
+    ("not valid for name", "write `server_name = \"NAME\"` with a name that its certificate has"),
     ("CertificateRequired|HandshakeFailure", "it requires a client certificate: write `certificate` and `private_key`"),
     ("refused|No such file|denied", "check that it runs and listens there (`bind`, `port`, `unixsocket`)"),
     ("no reply|imed out|end of|reset|roken", "check the address; for TLS write `rediss://`, else write `redis://`"),
     ("InvalidContentType|corrupt message", "it does not use TLS at this port: write `redis://`, or its TLS port"),
 ];
+
+/// The fix where a sentinel rejects the login.
+const SENTINEL_LOGIN: &str = "write the login of the sentinels: `sentinel_password_file` or `sentinel_password_env`, and \
+                              `sentinel_username` for an ACL user";
 
 /// The reply to `INFO` or `CLUSTER INFO`.
 pub struct Info<'t>(pub &'t str);
@@ -227,7 +232,12 @@ impl Diagnosis<'_> {
             Ok(())
         }
         .await;
-        findings.extend(examined.err().map(|why| self.error(&why, KEYS)));
+        findings.extend(examined.err().map(|why| match self.error(&why, KEYS) {
+            error if role == "sentinel" && ["NOAUTH", "not accept the user"].iter().any(|word| why.contains(word)) => {
+                Finding { fix: SENTINEL_LOGIN.to_owned(), ..error }
+            }
+            error => error,
+        }));
         findings.sort_by_key(|finding| finding.severity);
         self.reports.push(ServerReport { subject, findings });
     }
