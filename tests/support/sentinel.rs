@@ -20,6 +20,7 @@ struct Sentinel {
     port: u16,
     child: Child,
     scratch: TempDir,
+    password: Option<String>,
 }
 
 impl Sentinels {
@@ -95,17 +96,17 @@ impl Sentinel {
             .stdout(log)
             .spawn()
             .unwrap();
-        let (mut sentinel, mut ended) = (Sentinel { port, child, scratch }, false);
+        let (mut sentinel, mut ended) = (Sentinel { port, child, scratch, password: password.map(str::to_owned) }, false);
         eventually("the sentinel responds", || {
             ended = sentinel.child.try_wait().unwrap().is_some();
-            ended || ["PONG", "NOAUTH"].iter().any(|reply| sentinel.cli(&["PING"]).contains(reply))
+            ended || sentinel.cli(&["PING"]) == "PONG"
         });
         (!ended).then_some(sentinel)
     }
 
     fn cli(&self, command: &[&str]) -> String {
         let address = ConnectionAddr::Tcp("127.0.0.1".to_owned(), self.port);
-        reply_text(address, None, command)
+        reply_text(address, self.password.as_deref(), command)
     }
 
     fn knows_all(&self) -> bool {
