@@ -96,7 +96,8 @@ impl Sentinel {
             .stdout(log)
             .spawn()
             .unwrap();
-        let (mut sentinel, mut ended) = (Sentinel { port, child, scratch, password: password.map(str::to_owned) }, false);
+        let (mut sentinel, mut ended) =
+            (Sentinel { port, child, scratch, password: password.map(str::to_owned) }, false);
         eventually("the sentinel responds", || {
             ended = sentinel.child.try_wait().unwrap().is_some();
             ended || sentinel.cli(&["PING"]) == "PONG"
