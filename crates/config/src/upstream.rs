@@ -65,7 +65,7 @@ pub struct Server {
     pub port: u16,
     /// Share of the requests, relative to the other servers; at least 1.
     pub weight: u32,
-    /// The server is used only while no server with a smaller number is available. 0, or [`BACKUP_PRIORITY`].
+    /// The server is used only while no server with a smaller number is available. 0, or `BACKUP_PRIORITY`.
     pub priority: u16,
 }
 
