@@ -3,14 +3,17 @@
 use std::fs;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use crate::support::TempDir;
+use transom::ratelimit_service::messages::envoy::service::ratelimit::v3::RateLimitRequest;
+
 use crate::support::client::Client;
-use crate::support::external_servers::{ExternalServer, on_free_port, program};
+use crate::support::external_servers::{ExternalServer, on_free_port, part, program};
 use crate::support::gateway::Gateway;
 use crate::support::process::run;
+use crate::support::ratelimit_client::{RatelimitClient, descriptor, is_ok, request};
 use crate::support::upstream::{Upstream, reply};
+use crate::support::{TempDir, eventually};
 
 fn sample(name: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/import").join(name)).unwrap()
@@ -171,9 +174,9 @@ const NGINX: [(&str, &[Requests]); 10] = [
             get("/", 1).at("unknown.example.com"),
             get("/assets/a.css", 1).at("www.shop.example.com"),
             get("/a", 30).at("shop.example.com"),
-            get("/v1/a?x=1", 30).at("api.example.com"),
             get("/old/a", 1).at("api.example.com"),
             get("/none", 1).at("api.example.com"),
+            get("/v1/a?x=1", 30).at("api.example.com"),
         ],
     ),
     (
@@ -272,4 +275,301 @@ fn the_command_writes_files_and_reports() {
     assert!(code == Some(2) && message.contains("broken.conf:2: this block is not closed"), "{message}");
     assert_eq!(run(&["import", "apache", "httpd.conf"]).0, Some(2));
     assert_eq!(run(&["import", "nginx", &path("none.conf")]).0, Some(2));
+}
+
+/// Imports a sample into a folder, and starts the gateway with the files there, and these addresses.
+fn gateway_of(product: &str, name: &str, text: &str) -> Gateway {
+    let scratch = TempDir::new();
+    let output = scratch.path().join("gateway.toml");
+    let file = scratch.write(name, text);
+    let arguments = ["import", product, file.to_str().unwrap(), "--output", output.to_str().unwrap()];
+    let (code, _, report) = run(&arguments);
+    assert_eq!(code, Some(0), "{report}");
+    let mut toml = fs::read_to_string(&output).unwrap();
+    for address in ["127.0.0.1:8080", "127.0.0.1:9900", "0.0.0.0:8000", "0.0.0.0:80", "0.0.0.0:8081"] {
+        toml = toml.replace(&format!("\"{address}\""), "\"127.0.0.1:0\"");
+    }
+    let read = |name: &'static str| Some((name, fs::read_to_string(scratch.path().join(name)).ok()?));
+    let files: Vec<(&str, String)> = ["clients.toml", "access.toml"].into_iter().filter_map(read).collect();
+    let files: Vec<(&str, &str)> = files.iter().map(|(name, text)| (*name, text.as_str())).collect();
+    Gateway::start_with_files(&toml, &files)
+}
+
+/// The status of the first of these requests, and how many are admitted, as the documentation of the product says.
+type Recorded = (Requests, u16, usize);
+
+const ACME: &[(&str, &str)] = &[("X-Api-Key", "acme-secret")];
+const INITECH: &[(&str, &str)] = &[("X-Api-Key", "initech-secret")];
+const INITECH_OTHER: &[(&str, &str)] = &[("X-Api-Key", "initech-other")];
+const ROOT: &[(&str, &str)] = &[("apikey", "root-key")];
+const GUEST: &[(&str, &str)] = &[("apikey", "guest-key")];
+const VERSION: &[(&str, &str)] = &[("X-Version", "2"), ("X-Session", "a")];
+
+/// Of Kong, for its default of stripping paths, plugins by scope, and keys.
+const KONG: [(&str, &[Recorded]); 10] = [
+    ("basic", &[(get("/api/a", 9), 200, 5), (get("/other", 1), 404, 0)]),
+    (
+        "consumers",
+        &[
+            (get("/api/a", 20).with(ACME), 200, 8),
+            (get("/api/a", 4).with(INITECH), 200, 4),
+            (get("/api/a", 9).with(INITECH_OTHER), 200, 1),
+            (get("/api/a", 1), 401, 0),
+            (get("/api/a", 1).with(KEY), 401, 0),
+        ],
+    ),
+    (
+        "strip",
+        &[
+            (get("/users/7", 1), 200, 1),
+            (get("/accounts/7", 1), 200, 1),
+            (get("/accounts/7/more", 1), 404, 0),
+            (get("/users/7", 1).by("DELETE"), 404, 0),
+            (get("/plain", 1), 200, 1),
+        ],
+    ),
+    (
+        "acl",
+        &[(get("/admin", 3).with(ROOT), 200, 3), (get("/admin", 1).with(GUEST), 403, 0), (get("/admin", 1), 403, 0)],
+    ),
+    ("networks", &[(get("/internal/a", 1), 403, 0), (get("/public/a", 2), 200, 2)]),
+    ("sliding", &[(get("/a", 9), 200, 4)]),
+    (
+        "hosts",
+        &[
+            (get("/a", 1).at("shop.example.com").with(VERSION), 200, 1),
+            (get("/a", 1).at("www.shop.example.com").with(VERSION), 200, 1),
+            (get("/a", 1).at("shop.example.com"), 404, 0),
+        ],
+    ),
+    ("transform", &[(get("/api/a", 1), 200, 1), (get("/gone", 1), 410, 0)]),
+    (
+        "refusals",
+        &[
+            (get("/by-header", 9).with(&[("X-Tenant", "a")]), 200, 3),
+            (get("/by-header", 2).with(&[("X-Tenant", "a")]), 503, 0),
+            (get("/by-header", 9).with(&[("X-Tenant", "b")]), 200, 3),
+            // Tokens are not checked: closed.
+            (get("/tokens", 1), 403, 0),
+        ],
+    ),
+    ("top-level", &[(get("/second", 9), 200, 2), (get("/first", 9), 200, 6)]),
+];
+
+#[test]
+fn kong_is_imported() {
+    let servers = Servers::start(["first", "second"]);
+    let [first, second] = servers.0.each_ref().map(|server| server.address.port().to_string());
+    for (name, recorded) in KONG {
+        let text = servers.placed_in(&sample(&format!("kong/{name}.yml")));
+        let text =
+            text.replace("port: 9001", &format!("port: {first}")).replace("port: 9002", &format!("port: {second}"));
+        let gateway = gateway_of("kong", &format!("{name}.yml"), &text);
+        for (requests, status, admitted) in recorded {
+            let responses = requests.send(gateway.http);
+            let count = responses.iter().filter(|(status, _)| *status < 400).count();
+            assert_eq!((responses[0].0, count), (*status, *admitted), "{name}: {}", requests.target);
+        }
+    }
+    let text = servers.placed_in(&sample("kong/strip.yml")).replace("port: 9001", &format!("port: {first}"));
+    let gateway = gateway_of("kong", "strip.yml", &text);
+    // The path of the service precedes that of the request.
+    assert_eq!(get("/users/7?a=b", 1).send(gateway.http)[0].1, "first /v2/7?a=b -");
+    assert_eq!(get("/plain/x", 1).send(gateway.http)[0].1, "second /x -");
+}
+
+/// Traefik with a dynamic configuration and one entry point.
+fn traefik(name: &str, text: &str) -> ExternalServer {
+    on_free_port("traefik", TempDir::new(), |scratch, address| {
+        let dynamic = scratch.write(name, text.replace("127.0.0.1:8080", &address.to_string()));
+        let start = format!(
+            "entryPoints: {{ web: {{ address: \"{address}\", forwardedHeaders: {{ trustedIPs: [127.0.0.0/8] }} }} }}\n\
+             providers: {{ file: {{ filename: \"{}\" }} }}\nglobal: {{ sendAnonymousUsage: false, checkNewVersion: false }}\n",
+            dynamic.display()
+        );
+        let config = scratch.write("static.yaml", start);
+        let mut command = Command::new(part("traefik", "traefik"));
+        command.arg("--configfile").arg(config).current_dir(scratch.path()).env("HOME", scratch.path());
+        command.stdout(Stdio::null());
+        command
+    })
+}
+
+/// The first of the requests of each sample is one that a router matches.
+const TRAEFIK: [(&str, &[Requests]); 10] = [
+    ("basic.yml", &[get("/api/a", 40), get("/other", 1)]),
+    (
+        "hosts.yml",
+        &[
+            get("/a", 2).at("shop.example.com"),
+            get("/a", 2).at("www.example.com"),
+            get("/v1/a", 2).at("api.example.com"),
+            get("/v1/a", 1).at("api.example.com").with(VERSION),
+            get("/health", 1).at("api.example.com"),
+            get("/v1/a", 1).at("api.example.com").by("DELETE"),
+        ],
+    ),
+    ("prefixes.yml", &[get("/stripped/a?b=c", 1), get("/added/a", 1), get("/replaced", 1), get("/replaced/a", 1)]),
+    ("in-flight.toml", &[get("/a", 20).with(&[("X-User", "a")]), get("/a", 20).with(&[("X-User", "b")])]),
+    ("allow.yml", &[get("/local/", 1), get("/inside/", 1), get("/private/", 1).differs(403)]),
+    ("chains.yml", &[get("/one/a", 20), get("/two/a", 1).differs(429)]),
+    ("priorities.yml", &[get("/a", 1), get("/users/7", 1), get("/users/7/b", 1)]),
+    ("health.yml", &[get("/a", 2)]),
+    ("entry-points.yml", &[get("/a", 20).with(&[("X-Forwarded-For", "192.0.2.1")])]),
+    ("redirects.yml", &[get("/large/", 1), get("/missing/", 1).differs(403), get("/plain/", 1).differs(200)]),
+];
+
+#[test]
+fn traefik_admits_at_least_as_much() {
+    for (name, requests) in TRAEFIK {
+        let is_balanced = name == "health.yml";
+        let servers = Servers::start(if is_balanced { ["one"; 2] } else { ["first", "second"] });
+        let text = servers.placed_in(&sample(&format!("traefik/{name}")));
+        let traefik = traefik(name, &text);
+        eventually("Traefik has its routers", || traefik_has_routers(&requests[0], traefik.address));
+        compare(name, traefik.address, &gateway_of("traefik", name, &text), requests);
+    }
+}
+
+/// Another request than those that are counted.
+fn traefik_has_routers(requests: &Requests, address: SocketAddr) -> bool {
+    let mut client = Client::connect_from("127.0.0.9", address);
+    let fields = [("Host", requests.host), ("X-Forwarded-For", "192.0.2.9"), ("X-User", "other")];
+    client.request(requests.method, requests.target, &fields, b"").status != 404
+}
+
+/// Descriptors of a domain, how many requests of how many are within the limit.
+type Descriptors = (&'static [(&'static str, &'static str)], usize, usize);
+
+/// As the documentation of the service says.
+const ENVOY: [(&str, &str, &[Descriptors]); 10] = [
+    (
+        "basic",
+        "messaging",
+        &[
+            (&[("message_type", "marketing"), ("to_number", "1")], 9, 5),
+            (&[("message_type", "other"), ("to_number", "1")], 9, 9),
+            (&[("to_number", "1")], 120, 100),
+        ],
+    ),
+    (
+        "addresses",
+        "edge",
+        &[
+            (&[("remote_address", "192.0.2.1")], 30, 10),
+            (&[("remote_address", "192.0.2.10")], 30, 20),
+            (&[("remote_address", "192.0.2.20")], 30, 30),
+            (&[("remote_address", "192.0.2.30")], 3, 0),
+        ],
+    ),
+    (
+        "nested",
+        "api",
+        &[
+            (&[("user", "a"), ("path", "/search")], 9, 5),
+            (&[("user", "a"), ("path", "/b")], 9, 9),
+            // Stricter, as the report says: the service finds no limit.
+            (&[("user", "acme"), ("path", "/search")], 9, 5),
+        ],
+    ),
+    ("shadow", "trial", &[(&[("generic_key", "all")], 9, 9), (&[("generic_key", "writes")], 9, 2)]),
+    (
+        "unlimited",
+        "plans",
+        &[
+            (&[("plan", "free")], 9, 3),
+            (&[("plan", "internal")], 9, 9),
+            (&[("tenant", "a"), ("plan", "free")], 9, 3),
+            (&[("tenant", "a"), ("plan", "gold")], 9, 9),
+        ],
+    ),
+    ("names", "shop", &[(&[("session", "s")], 9, 4), (&[("customer", "c")], 9, 6)]),
+    (
+        "periods",
+        "periods",
+        &[(&[("a", "1")], 9, 1), (&[("b", "1")], 9, 2), (&[("c", "1")], 9, 3), (&[("d", "1")], 9, 4)],
+    ),
+    ("wildcards", "wild", &[(&[("path", "/a")], 9, 3), (&[("method", "POST")], 9, 1)]),
+    (
+        "three-levels",
+        "deep",
+        &[
+            (&[("source_cluster", "web"), ("destination_cluster", "database")], 20, 8),
+            (&[("source_cluster", "web"), ("destination_cluster", "database"), ("operation", "read")], 9, 2),
+            (&[("destination_cluster", "database")], 20, 9),
+            (&[("source_cluster", "other"), ("destination_cluster", "database")], 20, 20),
+        ],
+    ),
+    (
+        "anchors",
+        "anchors",
+        &[
+            (&[("header_match", "quote-path")], 9, 2),
+            (&[("header_match", "order-path")], 9, 2),
+            (&[("header_match", "list-path")], 9, 4),
+        ],
+    ),
+];
+
+#[test]
+fn the_rate_limit_service_is_imported() {
+    for (name, domain, all) in ENVOY {
+        let gateway = gateway_of("envoy-ratelimit", "config.yaml", &sample(&format!("envoy-ratelimit/{name}.yaml")));
+        let mut client = RatelimitClient::connect(gateway.ratelimit_service_addresses()[0]);
+        for (entries, times, expected) in all {
+            let message = RateLimitRequest { domain: domain.to_owned(), ..request(&[descriptor(entries)]) };
+            let count = (0..*times).filter(|_| is_ok(&client.send(&message))).count();
+            assert_eq!(count, *expected, "{name}: {entries:?}");
+        }
+    }
+}
+
+/// The servers of an Ingress are Services; here they are one server.
+#[test]
+fn an_ingress_is_imported() {
+    let upstream = Upstream::responding(|request| reply(200, &[], request.target.as_bytes()));
+    let start = |name: &str| {
+        let scratch = TempDir::new();
+        let file = scratch.write("ingress.yaml", sample(&format!("ingress/{name}.yaml")));
+        let (code, toml, report) = run(&["import", "ingress", file.to_str().unwrap()]);
+        assert_eq!(code, Some(0), "{report}");
+        let toml: Vec<String> = toml
+            .lines()
+            .map(|line| match line.strip_prefix("servers") {
+                Some(_) => format!("servers = [\"http://{}\"]", upstream.address),
+                None => line.replace("\"0.0.0.0:80\"", "\"127.0.0.1:0\"").replace("127.0.0.1:9900", "127.0.0.1:0"),
+            })
+            .collect();
+        Gateway::start(&toml.join("\n"))
+    };
+    let check = |name: &str, recorded: &[Recorded]| {
+        let gateway = start(name);
+        for (requests, status, admitted) in recorded {
+            let responses = requests.send(gateway.http);
+            let count = responses.iter().filter(|(status, _)| *status < 400).count();
+            assert_eq!((responses[0].0, count), (*status, *admitted), "{name}: {}", requests.target);
+        }
+    };
+    check(
+        "basic",
+        &[(get("/api/a", 40).at("api.example.com"), 200, 25), (get("/apis", 1).at("api.example.com"), 404, 0)],
+    );
+    // A burst of 20 in a second; the second rule has a burst of 200.
+    check("three-limits", &[(get("/a", 40), 200, 20)]);
+    check("addresses", &[(get("/a", 1), 403, 0)]);
+    check("credentials", &[(get("/private/a", 1), 403, 0)]);
+    check("list", &[(get("/a", 2), 200, 2)]);
+    check("old", &[(get("/a", 1).at("old.example.com"), 301, 1)]);
+    check(
+        "exact",
+        &[
+            (get("/exact", 1).at("a.example.com"), 200, 1),
+            (get("/prefix", 1).at("a.example.com"), 200, 1),
+            (get("/loosely/a", 1).at("a.example.com"), 200, 1),
+            (get("/elsewhere", 1), 200, 1),
+        ],
+    );
+    check("tls", &[(get("/", 1).at("secure.example.com"), 200, 1)]);
+    let rewritten = get("/something/a/b?c", 1).at("rewrite.example.com").send(start("rewrite").http);
+    assert_eq!(rewritten, [(200, "/a/b?c".to_owned())]);
 }

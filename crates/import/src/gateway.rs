@@ -4,6 +4,10 @@ use std::collections::BTreeSet;
 
 use crate::source::{Effect, Note, Position};
 
+/// Settings of a route that have no effect on a response of the gateway.
+const OF_FORWARDED_REQUESTS: [&str; 7] =
+    ["upstream", "strip_prefix", "replace_prefix", "rewrite", "request_headers", "timeouts", "max_body"];
+
 /// A value of a setting.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Value {
@@ -204,7 +208,15 @@ impl Gateway {
     }
 
     /// Adds a route unless another one matches the same requests already.
-    pub fn add_route(&mut self, route: Route, position: &Position) {
+    pub fn add_route(&mut self, mut route: Route, position: &Position) {
+        if ["respond", "redirect"].iter().any(|response| route.section.get(response).is_some()) {
+            route.section.settings.retain(|(name, _)| !OF_FORWARDED_REQUESTS.contains(&name.as_str()));
+        }
+        // Names are unique: further routes of the same origin have none.
+        let name = route.section.get("name");
+        if name.is_some() && self.routes.iter().any(|known| known.section.get("name") == name) {
+            route.section.settings.retain(|(name, _)| name != "name");
+        }
         match self.routes.iter_mut().find(|known| known.matches_as(&route)) {
             Some(known) if known.section.settings == route.section.settings => {
                 route.section.comments.into_iter().for_each(|comment| known.section.comment(comment));

@@ -4,16 +4,24 @@
 //! expressed exactly is expressed more strictly or left out, with a note that stands in the report and as a comment in the result.
 //! The result is checked as `transom check` does. No server is contacted.
 //!
-//! - `nginx`: the importer; `path`, `rate` and `network` translate parts that several products have.
+//! - `nginx`, `kong`, `envoy_ratelimit`, `traefik`, `ingress`: the importers; `path`, `rate` and `network` translate parts that several
+//!   products have.
+//! - `tree`: documents of YAML and TOML, whose settings know whether they were read.
 //! - `gateway`, `toml_writer`: the intermediate form and its text; `source`: positions, notes, errors.
 
+mod envoy_ratelimit;
 pub mod gateway;
+mod ingress;
+mod kong;
 mod network;
 mod nginx;
 mod path;
 mod rate;
 pub mod source;
 mod toml_writer;
+mod traefik;
+mod traefik_rule;
+mod tree;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -51,7 +59,13 @@ pub struct Product {
 }
 
 /// All products.
-pub const PRODUCTS: [Product; 1] = [Product { name: "nginx", unit: "directives", import: nginx::import }];
+pub const PRODUCTS: [Product; 5] = [
+    Product { name: "nginx", unit: "directives", import: nginx::import },
+    Product { name: "kong", unit: "settings", import: kong::import },
+    Product { name: "envoy-ratelimit", unit: "settings", import: envoy_ratelimit::import },
+    Product { name: "traefik", unit: "settings", import: traefik::import },
+    Product { name: "ingress", unit: "settings", import: ingress::import },
+];
 
 /// What an importer returns.
 struct Translated {
@@ -108,10 +122,11 @@ pub fn import(product: &Product, files: &Files, paths: &[PathBuf]) -> Result<Imp
     for _ in 0..REPAIRS_MAX {
         let Some(problem) = problem(&text, files, &gateway.files) else { break };
         let (message, file) = (problem.message, names.first().map_or("", String::as_str));
-        let Some(repaired) = without_section(&text, problem.line) else {
+        let repaired = problem.file.is_none().then(|| without_section(&text, problem.line)).flatten();
+        let Some(repaired) = repaired else {
             // Without any route, for example. What was left out says why.
             let fix = notes.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n  ");
-            let message = format!("the files have nothing that the gateway can serve: {message}");
+            let message = format!("the gateway cannot use the result: {message}");
             return Err(ImportError { position: None, message, fix });
         };
         text = repaired;

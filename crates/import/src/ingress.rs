@@ -1,0 +1,413 @@
+//! Imports Ingress objects of Kubernetes, with the annotations of ingress-nginx for limits, addresses, paths and bodies.
+
+use std::path::PathBuf;
+
+use crate::gateway::{Gateway, Named, Route, Section, Value, one_or_list, table, table_name, unused_name};
+use crate::network::{Network, difference};
+use crate::path::{literal, of_regex, prefix, segments};
+use crate::rate::{Rate, duration_text, windows};
+use crate::source::{Effect, ImportError};
+use crate::tree::{Entry, Node, read_all};
+use crate::{Files, Translated};
+
+const PREFIX: &str = "nginx.ingress.kubernetes.io/";
+/// How much larger a burst is than the rate, unless an annotation says otherwise.
+const BURST_MULTIPLIER: u64 = 5;
+/// Annotations that require credentials which the gateway does not check.
+const AUTHENTICATION: [&str; 5] = ["auth-url", "auth-type", "auth-tls-secret", "auth-secret", "auth-tls-verify-client"];
+/// Annotations by which ingress-nginx may refuse requests.
+const RESTRICTIONS: [&str; 6] = [
+    "server-snippet",
+    "configuration-snippet",
+    "enable-modsecurity",
+    "modsecurity-snippet",
+    "enable-owasp-core-rules",
+    "limit-rate",
+];
+
+pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportError> {
+    let documents = read_all(files, paths)?;
+    let mut objects = Vec::new();
+    for document in &documents {
+        match document.text_of("kind") {
+            Some(kind) if kind.ends_with("List") => objects.extend(document.list_of("items")),
+            _ => objects.push(document),
+        }
+    }
+    let (ingresses, others): (Vec<&Node>, Vec<&Node>) =
+        objects.iter().copied().partition(|object| object.text_of("kind") == Some("Ingress"));
+    if ingresses.is_empty() {
+        let position = documents.first().map(|document| document.position.clone());
+        let (message, fix) = ("there is no Ingress", "name files with objects of `kind: Ingress`");
+        return Err(ImportError { position, message: message.to_owned(), fix: fix.to_owned() });
+    }
+    let mut importer = Importer { gateway: Gateway::default(), others };
+    importer.gateway.listen.set("http", "0.0.0.0:80");
+    importer.gateway.limits.comment("The default of `proxy-body-size`.");
+    importer.gateway.limits.set("max_body", "1MiB");
+    let refusals = "refusals have status 429; `status = 503` is the default of ingress-nginx";
+    importer.gateway.note(Effect::Differs, &ingresses[0].position, refusals);
+    for ingress in &ingresses {
+        importer.ingress(ingress);
+    }
+    let mut gateway = importer.gateway;
+    let (mut total, mut translated) = (0, 0);
+    for ingress in ingresses {
+        ingress.note_unread(&mut gateway, Effect::LeftOut);
+        ingress.count(&mut total, &mut translated);
+    }
+    Ok(Translated { gateway, total, translated })
+}
+
+struct Importer<'d> {
+    gateway: Gateway,
+    /// Other objects, such as Services, which name their ports.
+    others: Vec<&'d Node>,
+}
+
+/// The annotations of ingress-nginx on one object.
+struct Annotations<'d>(Option<&'d Node>);
+
+impl<'d> Annotations<'d> {
+    fn entry(&self, name: &str) -> Option<&'d Entry> {
+        self.0?.setting(&format!("{PREFIX}{name}"))
+    }
+
+    fn text(&self, name: &str) -> Option<&'d str> {
+        self.entry(name)?.node.text()
+    }
+
+    fn number(&self, name: &str) -> Option<u64> {
+        self.text(name)?.trim().parse().ok().filter(|number| *number > 0)
+    }
+
+    fn is_on(&self, name: &str) -> bool {
+        self.text(name) == Some("true")
+    }
+
+    fn networks(&self, names: [&str; 2]) -> Option<Vec<Network>> {
+        let text = names.iter().find_map(|name| self.text(name))?;
+        Some(text.split(',').filter_map(|network| Network::parse(network.trim())).collect())
+    }
+}
+
+impl<'d> Importer<'d> {
+    fn ingress(&mut self, ingress: &'d Node) {
+        ingress.ignore(&["apiVersion", "kind", "status"]);
+        let metadata = ingress.get("metadata");
+        let text = |key: &str| metadata.and_then(|metadata| metadata.text_of(key));
+        let (name, namespace) = (text("name").unwrap_or("ingress"), text("namespace").unwrap_or("default"));
+        if let Some(metadata) = metadata {
+            metadata.ignore(&["labels", "creationTimestamp", "generation", "resourceVersion", "uid", "finalizers"]);
+        }
+        let annotations = Annotations(metadata.and_then(|metadata| metadata.get("annotations")));
+        let spec = ingress.get("spec");
+        if let Some(canary) = annotations.entry("canary").filter(|_| annotations.is_on("canary")) {
+            spec.into_iter().for_each(Node::mark_read);
+            canary.note(
+                &mut self.gateway,
+                Effect::LeftOut,
+                "the gateway has no canaries: the other Ingress gets all requests",
+            );
+            return;
+        }
+        if let Some(node) = annotations.0 {
+            node.ignore(&["kubernetes.io/ingress.class", "kubernetes.io/tls-acme", "cert-manager.io/cluster-issuer"]);
+        }
+        let mut section = Section::default();
+        section.comment(format!("Ingress {namespace}/{name} ({})", ingress.position));
+        let Some(spec) = spec else { return };
+        spec.setting("ingressClassName");
+        if let Some(tls) = spec.setting("tls") {
+            let why = "certificates are in Secrets: mount them, and write [listen.https]; requests without TLS are not redirected";
+            tls.note_at(&mut self.gateway, &mut section, Effect::LeftOut, why);
+        }
+        let rules = self.limits(&annotations, name);
+        let mut routes = Vec::new();
+        for rule in spec.list_of("rules") {
+            let host = rule.text_of("host").map(str::to_lowercase);
+            for path in rule.get("http").map_or(&[][..], |http| http.list_of("paths")) {
+                routes.push((host.clone(), path.get("path"), path.text_of("pathType"), path.get("backend"), path));
+            }
+        }
+        if let Some(backend) = spec.get("defaultBackend").or_else(|| spec.get("backend")) {
+            routes.push((None, None, Some("Prefix"), Some(backend), backend));
+        }
+        for (host, path, kind, backend, node) in routes {
+            let mut section = std::mem::take(&mut section);
+            let Some(upstream) =
+                backend.and_then(|backend| self.upstream(backend, namespace, &annotations, &mut section))
+            else {
+                let text = "a backend that is no Service cannot be translated".to_owned();
+                self.gateway.note(Effect::LeftOut, &node.position, text);
+                continue;
+            };
+            section.set("upstream", upstream);
+            if !rules.is_empty() {
+                section.set("rules", rules.clone());
+            }
+            self.set_actions(&annotations, &mut section);
+            let path = path.and_then(Node::text).unwrap_or("/");
+            self.add_routes(host, path, kind, &annotations, section, node);
+        }
+    }
+
+    fn add_routes(
+        &mut self,
+        host: Option<String>,
+        path: &str,
+        kind: Option<&str>,
+        annotations: &Annotations,
+        mut section: Section,
+        node: &Node,
+    ) {
+        let is_regex = annotations.is_on("use-regex")
+            || kind == Some("ImplementationSpecific") && path.contains(['(', '[', '^', '$', '\\'])
+            || annotations.text("rewrite-target").is_some_and(|target| target.contains('$'));
+        let anchored = format!("^{}", path.trim_start_matches('^'));
+        let patterns = match kind {
+            Some("Exact") if !is_regex => vec![literal(path)],
+            _ if is_regex => match of_regex(&anchored) {
+                Some((patterns, _)) => patterns,
+                None => {
+                    let why = "routes cannot express this regular expression";
+                    node.setting("path")
+                        .into_iter()
+                        .for_each(|entry| entry.note(&mut self.gateway, Effect::NotEnforced, why));
+                    return;
+                }
+            },
+            Some("Prefix") => segments(if path == "/" { path } else { path.trim_end_matches('/') }),
+            // As a location of nginx.
+            _ => prefix(path),
+        };
+        if section.get("upstream").is_some() {
+            self.set_rewrite(annotations, path, &mut section);
+        }
+        for (index, path) in patterns.into_iter().enumerate() {
+            let mut section = section.clone();
+            if index > 0 {
+                section.comments.clear();
+            }
+            let hosts = host.clone().into_iter().collect();
+            self.gateway.add_route(Route { hosts, path, section, ..Route::default() }, &node.position);
+        }
+    }
+
+    fn set_rewrite(&mut self, annotations: &Annotations, path: &str, section: &mut Section) {
+        let Some(entry) = annotations.entry("rewrite-target") else { return };
+        let target = entry.node.text().unwrap_or("/");
+        // `/api(/|$)(.*)` and `/$2`, or `/api/(.*)` and `/$1`.
+        let replaced =
+            [("(/|$)(.*)", "$2"), ("/(.*)", "$1"), ("(/|$)(.+)", "$2")].iter().find_map(|(end, variable)| {
+                let from = path.strip_suffix(end).filter(|from| !from.contains(['(', '[']))?;
+                Some((from, target.strip_suffix(variable)?.trim_end_matches('/')))
+            });
+        match replaced {
+            Some(("", "")) => {}
+            Some((from, "")) => section.set("strip_prefix", literal(from)),
+            Some((from, to)) if !from.is_empty() => {
+                section.set("replace_prefix", table([("from", literal(from).into()), ("to", literal(to).into())]));
+            }
+            _ if !target.contains('$') => section.set("rewrite", literal(target)),
+            _ => {
+                let why = "only prefixes are replaced: requests are not forwarded";
+                entry.note_at(&mut self.gateway, section, Effect::Stricter, why);
+                section.close(503);
+            }
+        }
+    }
+
+    /// A rule for each annotation that limits, as ingress-nginx has a zone for each.
+    fn limits(&mut self, annotations: &Annotations, name: &str) -> Vec<String> {
+        let multiplier = annotations.number("limit-burst-multiplier").unwrap_or(BURST_MULTIPLIER);
+        let exempt = annotations.networks(["limit-allowlist", "limit-whitelist"]).unwrap_or_default();
+        let mut rules = Vec::new();
+        for (annotation, period_ms, suffix) in [
+            ("limit-rps", 1000, "per-second"),
+            ("limit-rpm", 60_000, "per-minute"),
+            ("limit-connections", 0, "concurrent"),
+        ] {
+            let Some(entry) = annotations.entry(annotation) else { continue };
+            let Some(limit) = annotations.number(annotation) else {
+                entry.note(&mut self.gateway, Effect::NotEnforced, "it is no number above 0");
+                continue;
+            };
+            let mut section = Section::default();
+            section.comment(format!("{annotation} ({})", entry.node.position));
+            section.set("key", "ip");
+            // nginx counts in thousandths of a request each second, rounded down.
+            match limit.saturating_mul(1_000_000).checked_div(period_ms) {
+                None => section.set("concurrent", limit),
+                Some(requests) => {
+                    let (requests, burst) = (requests.max(1), limit.saturating_mul(multiplier).min(1_000_000));
+                    let rate = Rate { requests, period_ms: 1_000_000, burst };
+                    section.comment(format!(
+                        "ingress-nginx admits {} requests at once, and one each {}. In any interval, this window admits at most \
+                         as many.",
+                        burst + 1,
+                        duration_text(1_000_000_u64.div_ceil(requests))
+                    ));
+                    section.set("windows", windows(rate.window()));
+                }
+            }
+            if !exempt.is_empty() {
+                section.set("exemptions", exempt.iter().map(ToString::to_string).collect::<Vec<_>>());
+            }
+            let rule = unused_name(&table_name(&format!("{name}-{suffix}")), &self.gateway.rules);
+            self.gateway.rules.push(Named { name: rule.clone(), section, ..Named::default() });
+            rules.push(rule);
+        }
+        rules
+    }
+
+    /// Annotations about addresses, credentials, sizes and times.
+    fn set_actions(&mut self, annotations: &Annotations, section: &mut Section) {
+        let allowed = annotations.networks(["whitelist-source-range", "allowlist-source-range"]);
+        let denied = annotations.networks(["denylist-source-range", "blacklist-source-range"]);
+        if allowed.is_some() || denied.is_some() {
+            let mut left = allowed.unwrap_or(Network::ALL.to_vec());
+            denied.into_iter().flatten().for_each(|network| left = difference(&left, &network));
+            left.sort();
+            match left.is_empty() {
+                true => section.close(403),
+                false => section.set("allow", one_or_list(left.iter().map(ToString::to_string).collect())),
+            }
+        }
+        if let Some(size) = annotations.text("proxy-body-size").and_then(size) {
+            match size.as_str() {
+                "0" => section.set("max_body", "unlimited"),
+                "1MiB" => {}
+                size => section.set("max_body", size),
+            }
+        }
+        let mut timeouts = Vec::new();
+        for (annotation, setting) in [
+            ("proxy-connect-timeout", "connect"),
+            ("proxy-read-timeout", "response_head"),
+            ("proxy-send-timeout", "body"),
+        ] {
+            if let Some(seconds) = annotations.number(annotation) {
+                timeouts.push((setting.to_owned(), Value::from(duration_text(seconds.min(86_400) * 1000))));
+            }
+        }
+        if !timeouts.is_empty() && section.get("upstream").is_some() {
+            section.set("timeouts", Value::Table(timeouts));
+        }
+        if let Some(to) = ["permanent-redirect", "temporal-redirect"].iter().find_map(|name| annotations.entry(name)) {
+            let url = to.node.text().unwrap_or_default();
+            if url.contains('$') {
+                to.note_at(&mut self.gateway, section, Effect::LeftOut, "the gateway has no such variables");
+            } else {
+                let status: u64 = if to.key.ends_with("permanent-redirect") { 301 } else { 302 };
+                section.settings.clear();
+                let url = url.replace('{', "{{").replace('}', "}}");
+                section.set("redirect", table([("to", url.into()), ("status", status.into())]));
+            }
+        }
+        for name in AUTHENTICATION {
+            if let Some(entry) = annotations.entry(name) {
+                let why = "the gateway checks no such credentials: the route is closed";
+                entry.note_at(&mut self.gateway, section, Effect::Stricter, why);
+                section.close(403);
+            }
+        }
+        for name in RESTRICTIONS {
+            if let Some(entry) = annotations.entry(name) {
+                entry.note_at(&mut self.gateway, section, Effect::NotEnforced, "it has no equivalent");
+            }
+        }
+        for unneeded in [
+            "ssl-redirect",
+            "force-ssl-redirect",
+            "proxy-buffering",
+            "proxy-buffer-size",
+            "proxy-request-buffering",
+            "proxy-http-version",
+            "use-regex",
+            "backend-protocol",
+            "upstream-vhost",
+            "service-upstream",
+            "websocket-services",
+            "limit-burst-multiplier",
+            "limit-whitelist",
+            "limit-allowlist",
+        ] {
+            annotations.entry(unneeded);
+        }
+    }
+
+    /// The upstream of a Service, by its name in the cluster.
+    fn upstream(
+        &mut self,
+        backend: &Node,
+        namespace: &str,
+        annotations: &Annotations,
+        section: &mut Section,
+    ) -> Option<String> {
+        let service = backend.get("service");
+        let name = service.and_then(|service| service.text_of("name")).or_else(|| backend.text_of("serviceName"))?;
+        let port = service.and_then(|service| service.get("port")).or_else(|| backend.get("servicePort"));
+        let port_text =
+            port.and_then(|port| port.text().or_else(|| port.text_of("number")).or_else(|| port.text_of("name")));
+        let port = match port_text {
+            Some(number) if number.parse::<u16>().is_ok() => number.to_owned(),
+            Some(port_name) => self.port_of(name, port_name).unwrap_or_else(|| {
+                let text = format!("the port `{port_name}` of the Service `{name}` is not in the files: 80 is assumed");
+                section.comment(self.gateway.placed_note(Effect::Differs, &backend.position, text));
+                "80".to_owned()
+            }),
+            None => "80".to_owned(),
+        };
+        let protocol = annotations.text("backend-protocol").unwrap_or("HTTP").to_uppercase();
+        let scheme = if protocol.ends_with('S') { "https" } else { "http" };
+        let url = format!("{scheme}://{name}.{namespace}.svc.cluster.local:{port}");
+        let host = annotations.text("upstream-vhost").filter(|host| !host.contains('$'));
+        let (servers, host_value) = (Value::from(vec![url.as_str()]), host.map(Value::from));
+        let known = |upstream: &&Named| {
+            upstream.section.get("servers") == Some(&servers) && upstream.section.get("host") == host_value.as_ref()
+        };
+        if let Some(known) = self.gateway.upstreams.iter().find(known) {
+            return Some(known.name.clone());
+        }
+        let mut upstream = Section::default();
+        upstream.set("servers", vec![url.as_str()]);
+        if protocol.starts_with("GRPC") {
+            upstream.set("protocol", "http2");
+        }
+        if let Some(host) = host {
+            upstream.set("host", host);
+        }
+        if scheme == "https" {
+            upstream.comment(
+                "Stricter: the gateway verifies the certificates of these servers; `tls.ca` names their authority.",
+            );
+        }
+        let name = unused_name(&table_name(name), &self.gateway.upstreams);
+        self.gateway.upstreams.push(Named { name: name.clone(), section: upstream, ..Named::default() });
+        Some(name)
+    }
+
+    /// The number of a port that has a name.
+    fn port_of(&self, service: &str, port: &str) -> Option<String> {
+        let is_it = |object: &&&Node| {
+            object.text_of("kind") == Some("Service")
+                && object.at(&["metadata"]).and_then(|data| data.text_of("name")) == Some(service)
+        };
+        let ports = self.others.iter().find(is_it)?.get("spec")?.list_of("ports");
+        ports.iter().find(|known| known.text_of("name") == Some(port))?.text_of("port").map(str::to_owned)
+    }
+}
+
+/// A size of nginx, such as `8m`, as one of the gateway.
+fn size(text: &str) -> Option<String> {
+    let (number, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
+    number.parse::<u64>().ok()?;
+    match unit.to_lowercase().as_str() {
+        "" => Some(number.to_owned()),
+        "k" => Some(format!("{number}KiB")),
+        "m" => Some(format!("{number}MiB")),
+        "g" => Some(format!("{number}GiB")),
+        _ => None,
+    }
+}

@@ -1,0 +1,857 @@
+//! Imports the declarative configuration of Kong: services, routes, upstreams, consumers, and the plugins that limit, identify, allow,
+//! and change fields.
+//!
+//! A plugin counts for what it is attached to, so each one is a rule of its own. Limits of a consumer are a plan.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use transom_limiter::secret_digest::Digest;
+
+use crate::gateway::{Gateway, Named, NamedFile, Route, Section, Value, one_or_list, table, table_name, unused_name};
+use crate::network::{Network, difference};
+use crate::path::{literal, of_regex, segments};
+use crate::rate::{Window, duration_text, period_text};
+use crate::source::{Effect, ImportError};
+use crate::tree::{Entry, Node, read_all};
+use crate::{Files, Translated};
+
+/// Where Kong listens unless kong.conf says otherwise.
+const ADDRESS: &str = "0.0.0.0:8000";
+const LIMITING: [&str; 2] = ["rate-limiting", "rate-limiting-advanced"];
+/// Plugins that require credentials which the gateway does not check.
+const OTHER_AUTHENTICATION: [&str; 9] =
+    ["basic-auth", "jwt", "oauth2", "hmac-auth", "ldap-auth", "openid-connect", "session", "mtls-auth", "jwt-signer"];
+/// Plugins that refuse requests in ways which the gateway does not have.
+const OTHER_RESTRICTIONS: [&str; 6] = [
+    "bot-detection",
+    "request-validator",
+    "opa",
+    "response-ratelimiting",
+    "graphql-rate-limiting-advanced",
+    "injection-protection",
+];
+const PERIODS: [(&str, u64); 6] = [
+    ("second", 1000),
+    ("minute", 60_000),
+    ("hour", 3_600_000),
+    ("day", 86_400_000),
+    ("month", 0),
+    ("year", 31_536_000_000),
+];
+/// The plan of consumers without limits of their own.
+const STANDARD: &str = "standard";
+
+pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportError> {
+    let documents = read_all(files, paths)?;
+    let lists = |name: &str| -> Vec<&Node> { documents.iter().flat_map(|document| document.list_of(name)).collect() };
+    let (services, routes) = (lists("services"), lists("routes"));
+    if services.is_empty() && routes.is_empty() {
+        let position = documents.first().map(|document| document.position.clone());
+        let (message, fix) = ("there are no `services`", "name a declarative configuration, such as kong.yml");
+        return Err(ImportError { position, message: message.to_owned(), fix: fix.to_owned() });
+    }
+    for document in &documents {
+        document.ignore(&["_format_version", "_transform", "_info"]);
+    }
+    let mut importer = Importer {
+        gateway: Gateway::default(),
+        plugins: lists("plugins"),
+        upstreams: lists("upstreams"),
+        consumers: lists("consumers"),
+        groups: lists("consumer_groups"),
+        key_fields: Vec::new(),
+        rules: BTreeMap::new(),
+    };
+    importer.gateway.listen.comment("The default of Kong, whose own configuration is kong.conf.");
+    importer.gateway.listen.set("http", ADDRESS);
+    for service in &services {
+        for route in service.list_of("routes") {
+            importer.route(route, Some(service));
+        }
+    }
+    for route in routes {
+        let name = route.get("service").and_then(|service| service.text().or_else(|| service.text_of("name")));
+        let service = services.iter().find(|service| name.is_some() && service.text_of("name") == name);
+        importer.route(route, service.copied());
+    }
+    importer.add_clients();
+    let mut gateway = importer.gateway;
+    let (mut total, mut translated) = (0, 0);
+    for document in &documents {
+        document.note_unread(&mut gateway, Effect::LeftOut);
+        document.count(&mut total, &mut translated);
+    }
+    Ok(Translated { gateway, total, translated })
+}
+
+struct Importer<'d> {
+    gateway: Gateway,
+    /// Those of the top level.
+    plugins: Vec<&'d Node>,
+    upstreams: Vec<&'d Node>,
+    consumers: Vec<&'d Node>,
+    groups: Vec<&'d Node>,
+    /// Where clients send their keys.
+    key_fields: Vec<String>,
+    /// The rule of each plugin, by its address.
+    rules: BTreeMap<*const Node, Option<String>>,
+}
+
+/// Who is admitted to a route.
+#[derive(Default)]
+struct Admission {
+    networks: Option<Vec<String>>,
+    clients: Option<Vec<String>>,
+}
+
+impl<'d> Importer<'d> {
+    fn route(&mut self, route: &'d Node, service: Option<&'d Node>) {
+        let name = route.text_of("name").unwrap_or("");
+        let mut section = Section::default();
+        section.comment(format!("Route {name} ({})", route.position).replace("  ", " "));
+        let plugins = self.plugins_of(route, service);
+        match service {
+            Some(service) => {
+                let upstream = self.upstream(service, route.bool_of("preserve_host") == Some(true), &mut section);
+                section.set("upstream", upstream);
+            }
+            None => section.set("respond", table([("status", 503.into())])),
+        }
+        if !name.is_empty() {
+            section.set("name", name);
+        }
+        self.apply_plugins(&plugins, route, service, &mut section);
+        if let Some(service) = service.filter(|_| section.get("upstream").is_some()) {
+            set_timeouts(&mut section, service);
+        }
+        self.add_routes(route, service, section);
+    }
+
+    /// The plugins of a route: of each name, the one that is attached most closely.
+    fn plugins_of(&self, route: &'d Node, service: Option<&'d Node>) -> Vec<(&'d str, &'d Node)> {
+        let refers = |plugin: &Node, key: &str, node: Option<&Node>| {
+            let named = plugin.get(key).and_then(|named| named.text().or_else(|| named.text_of("name")));
+            named.map(|name| node.and_then(|node| node.text_of("name")) == Some(name))
+        };
+        let own = route.list_of("plugins").iter();
+        let of_service = service.map_or(&[][..], |service| service.list_of("plugins")).iter();
+        let top = |rank: usize| {
+            self.plugins.iter().copied().filter(move |plugin| {
+                let of_consumer = plugin.get("consumer").is_some() || plugin.get("consumer_group").is_some();
+                let refs = (refers(plugin, "route", Some(route)), refers(plugin, "service", service));
+                let found = match refs {
+                    (Some(true), None | Some(true)) => 0,
+                    (None, Some(true)) => 1,
+                    (None, None) => 2,
+                    _ => usize::MAX,
+                };
+                !of_consumer && found == rank
+            })
+        };
+        let mut plugins: Vec<(&str, &Node)> = Vec::new();
+        for plugin in own.chain(top(0)).chain(of_service).chain(top(1)).chain(top(2)) {
+            let Some(name) = plugin.text_of("name") else { continue };
+            if plugins.iter().all(|(known, _)| *known != name) {
+                plugins.push((name, plugin));
+            }
+        }
+        plugins.retain(|(_, plugin)| plugin.bool_of("enabled") != Some(false));
+        plugins
+    }
+
+    fn apply_plugins(
+        &mut self,
+        plugins: &[(&'d str, &'d Node)],
+        route: &'d Node,
+        service: Option<&'d Node>,
+        section: &mut Section,
+    ) {
+        let empty = Node { content: crate::tree::Content::Map(Vec::new()), position: route.position.clone() };
+        let authentication = plugins.iter().find(|(name, _)| *name == "key-auth" || *name == "key-auth-enc");
+        let is_known = authentication.is_some();
+        if let Some(&(_, plugin)) = authentication {
+            self.add_key_fields(plugin, section);
+        }
+        let (mut rules, mut admission) = (Vec::new(), Admission::default());
+        for &(name, plugin) in plugins {
+            let config = plugin.get("config").unwrap_or(&empty);
+            match name {
+                "key-auth" | "key-auth-enc" => {}
+                name if LIMITING.contains(&name) => {
+                    let rule = self.limit(plugin, config, name, is_known, route, service);
+                    rules.extend(rule);
+                }
+                "acl" => self.set_acl(config, is_known, &mut admission, plugin, section),
+                "ip-restriction" => set_networks(config, &mut admission),
+                "request-size-limiting" => {
+                    let size = config.number_of("allowed_payload_size").unwrap_or(128);
+                    let unit = match config.text_of("size_unit") {
+                        Some("kilobytes") => "kB",
+                        Some("bytes") => "",
+                        _ => "MB",
+                    };
+                    section.set(
+                        "max_body",
+                        if unit.is_empty() { size.into() } else { Value::from(format!("{size}{unit}")) },
+                    );
+                    config.bool_of("require_content_length");
+                }
+                "request-transformer" => set_fields(section, config, "request_headers", &mut self.gateway),
+                "response-transformer" => set_fields(section, config, "response_headers", &mut self.gateway),
+                "request-termination" => {
+                    let status = config.number_of("status_code").unwrap_or(503);
+                    let mut respond = vec![("status".to_owned(), Value::Number(status.clamp(200, 599)))];
+                    if let Some(body) = config.text_of("body").or_else(|| config.text_of("message")) {
+                        respond.push(("body".to_owned(), body.into()));
+                        respond.extend(
+                            config.text_of("content_type").map(|kind| ("content_type".to_owned(), kind.into())),
+                        );
+                    }
+                    section.settings.retain(|(name, _)| name != "upstream");
+                    section.set("respond", Value::Table(respond));
+                }
+                "correlation-id" => config.mark_read(),
+                name if OTHER_AUTHENTICATION.contains(&name) => {
+                    if let Some(entry) = plugin.setting("name") {
+                        let why = "the gateway checks no such credentials: the route is closed";
+                        entry.note_at(&mut self.gateway, section, Effect::Stricter, why);
+                    }
+                    config.mark_read();
+                    section.close(403);
+                }
+                name => {
+                    let effect = if OTHER_RESTRICTIONS.contains(&name) { Effect::NotEnforced } else { Effect::LeftOut };
+                    if let Some(entry) = plugin.setting("name") {
+                        entry.note_at(&mut self.gateway, section, effect, "the gateway has no such plugin");
+                    }
+                }
+            }
+        }
+        if is_known && !rules.iter().any(|rule| self.is_by_client(rule)) {
+            rules.push(self.rule_for_known_clients());
+        }
+        self.set_admission(admission, section);
+        if !rules.is_empty() && (section.get("upstream").is_some() || section.get("respond").is_some()) {
+            let place = section.settings.iter().position(|(name, _)| name == "upstream").map_or(0, |place| place + 1);
+            section.settings.insert(place, ("rules".to_owned(), rules.into()));
+        }
+    }
+
+    fn is_by_client(&self, rule: &str) -> bool {
+        let rule = self.gateway.rules.iter().find(|known| known.name == rule);
+        rule.is_some_and(|rule| rule.section.get("key") == Some(&"client".into()))
+    }
+
+    fn add_key_fields(&mut self, plugin: &'d Node, section: &mut Section) {
+        let config = plugin.get("config");
+        let names = config.map_or_else(Vec::new, |config| config.texts_of("key_names"));
+        let names = if names.is_empty() { vec!["apikey"] } else { names };
+        let is_on = |key: &str| config.and_then(|config| config.bool_of(key)).unwrap_or(true);
+        for (place, kind) in [("key_in_header", "header"), ("key_in_query", "query")] {
+            if !is_on(place) {
+                continue;
+            }
+            for name in &names {
+                let field =
+                    format!("{kind}:{}", if kind == "header" { name.to_lowercase() } else { (*name).to_owned() });
+                if !self.key_fields.contains(&field) {
+                    self.key_fields.push(field);
+                }
+            }
+        }
+        let Some(config) = config else { return };
+        config.ignore(&["key_in_body", "run_on_preflight"]);
+        if let Some(anonymous) = config.setting("anonymous") {
+            let why = "requests without a key are refused";
+            anonymous.note_at(&mut self.gateway, section, Effect::Stricter, why);
+        }
+        if config.bool_of("hide_credentials") == Some(true) {
+            let names: Vec<String> = names.iter().map(|name| name.to_lowercase()).collect();
+            section.set("request_headers", table([("remove", names.into())]));
+        }
+    }
+
+    /// The rule of a plugin that limits.
+    fn limit(
+        &mut self,
+        plugin: &'d Node,
+        config: &Node,
+        name: &str,
+        is_known: bool,
+        route: &'d Node,
+        service: Option<&'d Node>,
+    ) -> Option<String> {
+        if let Some(rule) = self.rules.get(&std::ptr::from_ref(plugin)) {
+            return rule.clone();
+        }
+        let windows = self.windows(config, name, plugin);
+        let is_of = |node: &Node| node.list_of("plugins").iter().any(|own| std::ptr::eq(own, plugin));
+        let owner = match service {
+            _ if is_of(route) || plugin.get("route").is_some() => route.text_of("name"),
+            Some(service) if is_of(service) || plugin.get("service").is_some() => service.text_of("name"),
+            _ => Some("all"),
+        };
+        let rule = windows.map(|windows| {
+            let mut section = Section::default();
+            section.comment(format!("Plugin {name} ({})", plugin.position));
+            self.set_key(&mut section, config, is_known);
+            section.set("windows", Value::List(windows));
+            self.set_refusal(&mut section, config);
+            let name = unused_name(&table_name(owner.unwrap_or("limit")), &self.gateway.rules);
+            self.gateway.rules.push(Named { name: name.clone(), section, ..Named::default() });
+            name
+        });
+        self.rules.insert(std::ptr::from_ref(plugin), rule.clone());
+        rule
+    }
+
+    /// The windows of a plugin; `None` if it has none.
+    fn windows(&mut self, config: &Node, name: &str, plugin: &Node) -> Option<Vec<Value>> {
+        let mut windows = Vec::new();
+        if name == "rate-limiting" {
+            for (period, ms) in PERIODS {
+                if let Some(limit) = config.number_of(period).filter(|limit| *limit > 0) {
+                    // A month of the calendar.
+                    windows.push(match ms {
+                        0 => format!("{limit}/month").into(),
+                        ms => Window::plain(limit, ms).value(),
+                    });
+                }
+            }
+        } else {
+            let is_sliding = config.text_of("window_type") != Some("fixed");
+            for (limit, size) in config.texts_of("limit").iter().zip(config.texts_of("window_size")) {
+                let (Ok(limit), Ok(seconds)) = (limit.parse::<u64>(), size.parse::<u64>()) else { continue };
+                let period = period_text(seconds.max(1) * 1000);
+                windows.push(match is_sliding {
+                    true => table([("limit", limit.into()), ("period", period.into()), ("sliding", true.into())]),
+                    false => format!("{limit}/{period}").into(),
+                });
+            }
+        }
+        if windows.is_empty() {
+            let text = format!("`{name}` has no limit that can be read");
+            self.gateway.note(Effect::NotEnforced, &plugin.position, text);
+            return None;
+        }
+        // The order of the documentation: the longest window first.
+        windows.reverse();
+        Some(windows)
+    }
+
+    fn set_key(&mut self, section: &mut Section, config: &Node, is_known: bool) {
+        let by = config.setting("limit_by").or_else(|| config.setting("identifier"));
+        let field = config.text_of("header_name");
+        let path = config.setting("path");
+        match by.and_then(|by| by.node.text()).unwrap_or("consumer") {
+            "consumer" | "credential" | "consumer-group" if is_known => {
+                section.set("key", "client");
+                section.set("on_missing_key", "refuse");
+                if let Some(by) = by.filter(|by| by.node.text() != Some("consumer")) {
+                    let why = "all credentials of a consumer are counted together, and each consumer for itself";
+                    by.note_at(&mut self.gateway, section, Effect::Differs, why);
+                }
+            }
+            "header" if field.is_some() => {
+                section.set("key", format!("header:{}", field.unwrap_or_default().to_lowercase()));
+                section.set("on_missing_key", "ip");
+            }
+            "path" => {
+                section.set("key", "ip");
+                if let Some(path) = path {
+                    let why = "Kong counts the requests of all clients to this path together";
+                    path.note_at(&mut self.gateway, section, Effect::NotEnforced, why);
+                }
+            }
+            "service" => section.set("key", "global"),
+            // Without a consumer, Kong counts by address.
+            _ => section.set("key", "ip"),
+        }
+    }
+
+    fn set_refusal(&mut self, section: &mut Section, config: &Node) {
+        if let Some(status) = config.number_of("error_code").filter(|status| *status != 429) {
+            section.set("status", status.clamp(400, 599));
+        }
+        if let Some(message) = config.text_of("error_message").filter(|message| *message != "API rate limit exceeded") {
+            section.set("body", format!("{{\"message\":\"{}\"}}", message.replace('"', "'")));
+            section.set("content_type", "application/json");
+        }
+        if config.bool_of("hide_client_headers") == Some(true) {
+            section.set("headers", "off");
+        }
+        for store in ["policy", "strategy"] {
+            let Some(entry) = config.setting(store) else { continue };
+            if entry.node.text() != Some("local") {
+                let why = "counters are local: for gateways that count together, see [counters.shared]";
+                entry.note_at(&mut self.gateway, section, Effect::NotEnforced, why);
+            }
+        }
+        config.ignore(&[
+            "redis",
+            "redis_host",
+            "redis_port",
+            "redis_password",
+            "redis_database",
+            "redis_timeout",
+            "redis_username",
+            "redis_ssl",
+            "fault_tolerant",
+            "sync_rate",
+            "namespace",
+            "dictionary_name",
+        ]);
+    }
+
+    /// A rule that limits nobody, but refuses requests without a known key.
+    fn rule_for_known_clients(&mut self) -> String {
+        let name = "known-clients";
+        if self.gateway.rules.iter().all(|rule| rule.name != name) {
+            let mut section = Section::default();
+            section.comment(
+                "Plugin key-auth: requests without a known key get 401. The limit is not meant to be reached.",
+            );
+            section.set("key", "client");
+            section.set("on_missing_key", "refuse");
+            section.set("windows", vec!["1000000/second"]);
+            self.gateway.rules.push(Named { name: name.to_owned(), section, ..Named::default() });
+        }
+        name.to_owned()
+    }
+
+    /// The consumers of groups.
+    fn set_acl(
+        &mut self,
+        config: &Node,
+        is_known: bool,
+        admission: &mut Admission,
+        plugin: &Node,
+        section: &mut Section,
+    ) {
+        let texts = |names: [&str; 2]| names.iter().flat_map(|name| config.texts_of(name)).collect::<Vec<_>>();
+        let (allowed, denied) = (texts(["allow", "whitelist"]), texts(["deny", "blacklist"]));
+        config.setting("hide_groups_header");
+        if !is_known {
+            if let Some(entry) = plugin.setting("name") {
+                let why = "no plugin identifies consumers: the route is closed";
+                entry.note_at(&mut self.gateway, section, Effect::Stricter, why);
+            }
+            admission.clients = Some(Vec::new());
+            return;
+        }
+        let in_group = |consumer: &Node, groups: &[&str]| {
+            consumer.list_of("acls").iter().any(|acl| acl.text_of("group").is_some_and(|group| groups.contains(&group)))
+        };
+        let is_admitted = |consumer: &&&Node| match allowed.is_empty() {
+            true => !in_group(consumer, &denied),
+            false => in_group(consumer, &allowed),
+        };
+        let clients = self.consumers.iter().filter(is_admitted).filter_map(|consumer| client_name(consumer));
+        admission.clients = Some(clients.map(|name| format!("client:{name}")).collect());
+    }
+
+    fn set_admission(&mut self, admission: Admission, section: &mut Section) {
+        let allow = match (admission.networks, admission.clients) {
+            (None, None) => return,
+            (Some(_), Some(_)) => {
+                section.comment("Stricter: `allow` cannot require a network and a client: the route is closed.");
+                Vec::new()
+            }
+            (Some(list), None) | (None, Some(list)) => list,
+        };
+        if allow.is_empty() {
+            return section.close(403);
+        }
+        if section.get("upstream").is_some() || section.get("respond").is_some() {
+            section.set("allow", one_or_list(allow));
+        }
+    }
+
+    fn upstream(&mut self, service: &'d Node, preserve_host: bool, section: &mut Section) -> String {
+        let url = service.text_of("url").map(str::to_owned).unwrap_or_else(|| {
+            let text = |key: &str, default: &str| service.text_of(key).unwrap_or(default).to_owned();
+            let port = service.text_of("port").map_or_else(String::new, |port| format!(":{port}"));
+            format!("{}://{}{port}{}", text("protocol", "http"), text("host", ""), text("path", ""))
+        });
+        let (scheme, rest) = url.split_once("://").unwrap_or(("http", &url));
+        let authority = rest.split('/').next().unwrap_or(rest);
+        let host = authority.split(':').next().unwrap_or(authority);
+        let name = table_name(service.text_of("name").unwrap_or(host));
+        let wanted = if preserve_host { None } else { Some(Value::from("server")) };
+        let known = |upstream: &&Named| {
+            (upstream.name == name || upstream.name.strip_prefix(&name).is_some_and(|rest| rest.starts_with('-')))
+                && upstream.section.get("host") == wanted.as_ref()
+        };
+        if let Some(known) = self.gateway.upstreams.iter().find(known) {
+            return known.name.clone();
+        }
+        let mut upstream = Section::default();
+        upstream.comment(format!("Service {name} ({})", service.position));
+        let server_scheme = if ["https", "grpcs", "tls"].contains(&scheme) { "https" } else { "http" };
+        let pool = self.upstreams.iter().copied().find(|pool| pool.text_of("name") == Some(host));
+        let servers: Vec<Value> = match pool {
+            Some(pool) => pool
+                .list_of("targets")
+                .iter()
+                .filter_map(|target| {
+                    let address = target.text_of("target")?;
+                    let address = if address.contains(':') { address.to_owned() } else { format!("{address}:8000") };
+                    let url = format!("{server_scheme}://{address}");
+                    match target.number_of("weight").unwrap_or(100) {
+                        0 => None,
+                        100 => Some(url.into()),
+                        weight => Some(table([("url", url.into()), ("weight", weight.min(1000).into())])),
+                    }
+                })
+                .collect(),
+            None => vec![format!("{server_scheme}://{authority}").into()],
+        };
+        let several = servers.len() > 1;
+        upstream.set("servers", Value::List(servers));
+        if scheme.starts_with("grpc") {
+            upstream.set("protocol", "http2");
+        }
+        if let Some(host) = &wanted {
+            upstream.set("host", host.clone());
+        }
+        if let Some(pool) = pool {
+            match pool.text_of("algorithm").unwrap_or("round-robin") {
+                "round-robin" if several => upstream.set("balance", "round-robin"),
+                "consistent-hashing" => {
+                    let by =
+                        match (pool.text_of("hash_on"), pool.text_of("hash_on_header"), pool.text_of("hash_on_cookie"))
+                        {
+                            (Some("header"), Some(name), _) => format!("header:{}", name.to_lowercase()),
+                            (Some("cookie"), _, Some(name)) => format!("cookie:{name}"),
+                            (Some("path"), ..) => "path".to_owned(),
+                            _ => "ip".to_owned(),
+                        };
+                    upstream.set("balance", table([("hash", by.into())]));
+                }
+                _ => {}
+            }
+        }
+        if server_scheme == "https" && service.bool_of("tls_verify") != Some(true) {
+            upstream.comment(
+                "Stricter: the gateway verifies the certificates of these servers. For servers with certificates of their \
+                 own, name them as `tls.ca`.",
+            );
+        }
+        if let Some(retries) = service.number_of("retries").filter(|retries| *retries < 2) {
+            upstream.set("retries", if retries == 0 { false.into() } else { table([("attempts", retries.into())]) });
+        }
+        if service.bool_of("enabled") == Some(false) {
+            section.comment("Left out: the service is not enabled.");
+        }
+        let name = unused_name(&name, &self.gateway.upstreams);
+        self.gateway.upstreams.push(Named { name: name.clone(), section: upstream, ..Named::default() });
+        name
+    }
+
+    fn add_routes(&mut self, route: &'d Node, service: Option<&'d Node>, mut section: Section) {
+        if let Some(protocols) = route.setting("protocols") {
+            let protocols_text = route.texts_of("protocols");
+            if !protocols_text.iter().any(|protocol| ["http", "grpc"].contains(protocol)) {
+                let why = "the gateway has no certificate: with [listen.https], write `scheme = \"https\"`";
+                protocols.note_at(&mut self.gateway, &mut section, Effect::NotEnforced, why);
+            }
+        }
+        let mut hosts = Vec::new();
+        for host in route.texts_of("hosts") {
+            let host = host.split(':').next().unwrap_or(host).to_lowercase();
+            match host.strip_prefix("*.").unwrap_or(&host).contains('*') {
+                true => self.gateway.note(
+                    Effect::LeftOut,
+                    &route.position,
+                    format!("the host `{host}` cannot be expressed"),
+                ),
+                false => hosts.push(host),
+            }
+        }
+        if hosts.is_empty() && !route.texts_of("hosts").is_empty() {
+            return;
+        }
+        let mut headers: Vec<Vec<(String, Value)>> = vec![Vec::new()];
+        for header in route.get("headers").map_or(&[][..], Node::settings) {
+            let values: Vec<&str> = header.node.items().iter().filter_map(Node::text).collect();
+            let with = |known: &Vec<(String, Value)>| {
+                let one = |value: &&str| [known.clone(), vec![(header.key.to_lowercase(), (*value).into())]].concat();
+                values.iter().map(one).collect::<Vec<_>>()
+            };
+            headers = headers.iter().flat_map(with).collect();
+        }
+        let strips = route.bool_of("strip_path").unwrap_or(true);
+        route.ignore(&[
+            "regex_priority",
+            "request_buffering",
+            "response_buffering",
+            "path_handling",
+            "tags",
+            "id",
+            "https_redirect_status_code",
+        ]);
+        let target_path = service.and_then(target_path);
+        let paths = route.texts_of("paths");
+        let paths = if paths.is_empty() { vec!["/"] } else { paths };
+        for path in paths {
+            let mut section = section.clone();
+            let regex = path.strip_prefix('~');
+            let patterns = match regex {
+                Some(regex) => {
+                    let anchored = format!("^{}", regex.trim_start_matches('^'));
+                    let Some((patterns, _)) = of_regex(&anchored) else {
+                        let text = format!("the path `{path}`: routes cannot express this regular expression");
+                        self.gateway.note(Effect::NotEnforced, &route.position, text);
+                        continue;
+                    };
+                    if strips && section.get("upstream").is_some() {
+                        section.comment("Differs: the matched part of the path is not removed.");
+                    }
+                    patterns
+                }
+                None => {
+                    if !path.ends_with('/') {
+                        let text = format!(
+                            "`{path}`: Kong matches all paths that begin so, such as `{path}x`; the route does not"
+                        );
+                        section.comment(self.gateway.placed_note(Effect::Differs, &route.position, text));
+                    }
+                    segments(path)
+                }
+            };
+            if section.get("upstream").is_some() && regex.is_none() {
+                set_path(&mut section, path, strips, target_path.as_deref());
+            }
+            for (index, headers) in headers.iter().enumerate() {
+                for (at, pattern) in patterns.iter().enumerate() {
+                    let mut section = section.clone();
+                    if index + at > 0 {
+                        section.comments.clear();
+                    }
+                    let methods = route.texts_of("methods").iter().map(|method| method.to_uppercase()).collect();
+                    let (hosts, path, headers) = (hosts.clone(), pattern.clone(), headers.clone());
+                    self.gateway
+                        .add_route(Route { hosts, path, methods, headers, scheme: None, section }, &route.position);
+                }
+            }
+        }
+    }
+
+    /// The consumers, with their plans, in the clients file.
+    fn add_clients(&mut self) {
+        let by_client: Vec<usize> = (0..self.gateway.rules.len())
+            .filter(|index| self.gateway.rules[*index].section.get("key") == Some(&"client".into()))
+            .collect();
+        if by_client.is_empty() {
+            return;
+        }
+        self.gateway.clients.set("file", "clients.toml");
+        self.gateway.clients.set("api_key", one_or_list(std::mem::take(&mut self.key_fields)));
+        let mut plans: Vec<(String, Vec<Value>)> = Vec::new();
+        let mut text = String::from("# The consumers of Kong. Only digests of their keys are stored.\n");
+        for consumer in self.consumers.clone() {
+            let Some(name) = client_name(consumer) else { continue };
+            if text.contains(&format!("\n[clients.{name}]\n")) {
+                let why = format!("there are two consumers `{name}`: the first one is known");
+                self.gateway.note(Effect::Stricter, &consumer.position, why);
+                continue;
+            }
+            let plan = match self.windows_of_consumer(consumer) {
+                None => STANDARD.to_owned(),
+                Some(windows) => match plans.iter().find(|(_, known)| *known == windows) {
+                    Some((plan, _)) => plan.clone(),
+                    None => {
+                        plans.push((name.clone(), windows));
+                        name.clone()
+                    }
+                },
+            };
+            text.push_str(&format!("\n[clients.{name}]\nplan     = \"{plan}\"\napi_keys = ["));
+            let mut keys = Vec::new();
+            for credential in consumer.list_of("keyauth_credentials") {
+                let Some(key) = credential.setting("key") else {
+                    self.gateway.note(
+                        Effect::Stricter,
+                        &credential.position,
+                        "a credential without a key is not known",
+                    );
+                    continue;
+                };
+                let value = key.node.text().unwrap_or_default();
+                if value.starts_with("{vault") || value.contains("${{") {
+                    let why = "the key is stored elsewhere: add it with `transom clients add`";
+                    self.gateway.note(Effect::Stricter, &credential.position, format!("a key of `{name}`: {why}"));
+                    continue;
+                }
+                keys.push(format!("\"{}\"", Digest::of(value.as_bytes())));
+            }
+            text.push_str(&format!("{}]\n", keys.join(", ")));
+            consumer.ignore(&["custom_id", "tags", "id", "acls"]);
+        }
+        let is_several = by_client.len() > 1 && !plans.is_empty();
+        for index in by_client {
+            let rule = &mut self.gateway.rules[index];
+            let standard = rule.section.get("windows").cloned().unwrap_or(Value::List(Vec::new()));
+            for (plan, windows) in [(STANDARD.to_owned(), standard)]
+                .into_iter()
+                .chain(plans.iter().map(|(plan, windows)| (plan.clone(), Value::List(windows.clone()))))
+            {
+                let mut section = Section::default();
+                section.set("windows", windows);
+                rule.tables.push((format!("plans.{plan}"), section));
+            }
+        }
+        if is_several {
+            let position = self.consumers[0].position.clone();
+            let text =
+                "limits of consumers count in each rule by client for itself; in Kong they count together".to_owned();
+            self.gateway.note(Effect::NotEnforced, &position, text);
+        }
+        self.gateway.files.push(NamedFile { name: "clients.toml", text });
+    }
+
+    /// The limits of a plugin on the consumer, or on its group.
+    fn windows_of_consumer(&mut self, consumer: &'d Node) -> Option<Vec<Value>> {
+        let username = consumer.text_of("username");
+        let is_limiting = |plugin: &&'d Node| plugin.text_of("name").is_some_and(|name| LIMITING.contains(&name));
+        let names = |node: &'d Node, key: &str| -> Option<&'d str> {
+            node.get(key)
+                .and_then(|named| named.text().or_else(|| named.text_of("name")).or_else(|| named.text_of("username")))
+        };
+        let own = consumer.list_of("plugins").iter().find(is_limiting);
+        let top = || {
+            let is_his = |plugin: &&&'d Node| names(plugin, "consumer").is_some_and(|name| Some(name) == username);
+            self.plugins.iter().filter(is_his).find(|plugin| is_limiting(plugin)).copied()
+        };
+        let of_group = || {
+            let groups: Vec<&str> =
+                consumer.list_of("groups").iter().filter_map(|group| group.text_of("name").or(group.text())).collect();
+            let is_member = |group: &&&'d Node| {
+                group.text_of("name").is_some_and(|name| groups.contains(&name))
+                    || group
+                        .list_of("consumers")
+                        .iter()
+                        .any(|member| member.text().or_else(|| member.text_of("username")) == username)
+            };
+            let group = self.groups.iter().find(is_member)?;
+            group.list_of("plugins").iter().find(is_limiting)
+        };
+        let plugin = own.or_else(top).or_else(of_group)?;
+        let name = plugin.text_of("name")?;
+        let config = plugin.get("config")?;
+        let windows = self.windows(config, name, plugin)?;
+        for setting in [
+            "policy",
+            "limit_by",
+            "identifier",
+            "fault_tolerant",
+            "hide_client_headers",
+            "sync_rate",
+            "namespace",
+            "strategy",
+        ] {
+            config.setting(setting);
+        }
+        Some(windows)
+    }
+}
+
+fn client_name(consumer: &Node) -> Option<String> {
+    consumer.text_of("username").or_else(|| consumer.text_of("custom_id")).map(table_name)
+}
+
+/// The path of a service, which is put before that of requests.
+fn target_path(service: &Node) -> Option<String> {
+    let path = match service.text_of("url") {
+        Some(url) => url.split_once("://").and_then(|(_, rest)| Some(format!("/{}", rest.split_once('/')?.1))),
+        None => service.text_of("path").map(str::to_owned),
+    };
+    path.map(|path| path.trim_end_matches('/').to_owned()).filter(|path| !path.is_empty())
+}
+
+fn set_path(section: &mut Section, path: &str, strips: bool, target: Option<&str>) {
+    let from = path.trim_end_matches('/');
+    match (strips && !from.is_empty(), target) {
+        (false, None) => {}
+        (true, None) => section.set("strip_prefix", literal(from)),
+        (true, Some(to)) => {
+            section.set("replace_prefix", table([("from", literal(from).into()), ("to", literal(to).into())]))
+        }
+        (false, Some(to)) => {
+            section.set("replace_prefix", table([("from", "/".into()), ("to", format!("{}/", literal(to)).into())]));
+        }
+    }
+}
+
+fn set_timeouts(section: &mut Section, service: &Node) {
+    let times = [("connect_timeout", "connect"), ("read_timeout", "response_head"), ("write_timeout", "")];
+    let mut timeouts = Vec::new();
+    for (name, setting) in times {
+        if let Some(ms) = service.number_of(name).filter(|ms| *ms > 0 && !setting.is_empty()) {
+            timeouts.push((setting.to_owned(), Value::from(duration_text(ms.min(86_400_000)))));
+        }
+    }
+    if !timeouts.is_empty() {
+        section.set("timeouts", Value::Table(timeouts));
+    }
+}
+
+fn set_networks(config: &Node, admission: &mut Admission) {
+    let networks = |names: [&str; 2]| -> Vec<Network> {
+        names.iter().flat_map(|name| config.texts_of(name)).filter_map(Network::parse).collect()
+    };
+    config.settings();
+    let (allowed, denied) = (networks(["allow", "whitelist"]), networks(["deny", "blacklist"]));
+    let mut left = if allowed.is_empty() { Network::ALL.to_vec() } else { allowed };
+    denied.iter().for_each(|network| left = difference(&left, network));
+    left.sort();
+    admission.networks = Some(left.iter().map(ToString::to_string).collect());
+}
+
+/// `add`, `replace` and `remove` of fields.
+fn set_fields(section: &mut Section, config: &Node, setting: &str, gateway: &mut Gateway) {
+    let (mut set, mut add, mut remove) = (Vec::new(), Vec::new(), Vec::<Value>::new());
+    for action in config.settings() {
+        let headers: Vec<&Entry> = action.node.settings().iter().collect();
+        for entry in headers {
+            if entry.key != "headers" {
+                if !entry.node.items().is_empty() {
+                    entry.note_at(gateway, section, Effect::LeftOut, "only fields of heads are changed");
+                }
+                continue;
+            }
+            for text in entry.node.items().iter().filter_map(Node::text) {
+                let (name, value) = text.split_once(':').unwrap_or((text, ""));
+                let (name, value) = (name.trim().to_lowercase(), value.trim());
+                match action.key.as_str() {
+                    "remove" => remove.push(name.into()),
+                    _ if value.contains("$(") => {
+                        entry.note_at(gateway, section, Effect::LeftOut, "the gateway has no templates")
+                    }
+                    "append" => add.push((name, Value::from(value.replace('{', "{{").replace('}', "}}")))),
+                    _ => set.push((name, Value::from(value.replace('{', "{{").replace('}', "}}")))),
+                }
+            }
+        }
+    }
+    let mut changes = match section.get(setting) {
+        Some(Value::Table(known)) => known.clone(),
+        _ => Vec::new(),
+    };
+    for (name, value) in [("remove", Value::List(remove)), ("set", Value::Table(set)), ("add", Value::Table(add))] {
+        let is_empty = matches!(&value, Value::List(list) if list.is_empty())
+            || matches!(&value, Value::Table(list) if list.is_empty());
+        if is_empty {
+            continue;
+        }
+        match (changes.iter_mut().find(|(known, _)| known == name), value) {
+            (Some((_, Value::List(known))), Value::List(more)) => known.extend(more),
+            (Some((_, Value::Table(known))), Value::Table(more)) => known.extend(more),
+            (_, value) => changes.push((name.to_owned(), value)),
+        }
+    }
+    if !changes.is_empty() {
+        section.set(setting, Value::Table(changes));
+    }
+}

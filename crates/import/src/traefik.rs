@@ -1,0 +1,490 @@
+//! Imports the dynamic configuration of Traefik, in YAML or TOML: routers, services and middlewares of HTTP. Entry points and their
+//! trusted addresses are taken from the static configuration, if it is among the files.
+
+use std::path::PathBuf;
+
+use crate::gateway::{Gateway, Named, Route, Section, Value, one_or_list, table, table_name, unused_name};
+use crate::path::{covers, literal};
+use crate::rate::{Rate, Window, windows};
+use crate::source::{Effect, ImportError};
+use crate::traefik_rule::{Alternative, parse};
+use crate::tree::{Entry, Node, read_all};
+use crate::{Files, Translated};
+
+/// Middlewares that require credentials which the gateway does not check.
+const AUTHENTICATION: [&str; 3] = ["basicAuth", "digestAuth", "forwardAuth"];
+/// Middlewares that refuse requests in ways which the gateway does not have.
+const RESTRICTIONS: [&str; 2] = ["passTLSClientCert", "plugin"];
+
+pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportError> {
+    let documents = read_all(files, paths)?;
+    let settings = |name: &str| -> Vec<&Entry> {
+        documents.iter().filter_map(|document| document.at(&["http", name])).flat_map(Node::settings).collect()
+    };
+    let routers = settings("routers");
+    if routers.is_empty() {
+        let position = documents.first().map(|document| document.position.clone());
+        let (message, fix) = ("there are no `http.routers`", "name the files of the dynamic configuration");
+        return Err(ImportError { position, message: message.to_owned(), fix: fix.to_owned() });
+    }
+    let mut importer = Importer {
+        gateway: Gateway::default(),
+        services: settings("services"),
+        middlewares: settings("middlewares"),
+        rules: Vec::new(),
+    };
+    importer.entry_points(&documents);
+    for router in routers {
+        importer.router(router);
+    }
+    for other in ["tcp", "udp"] {
+        for entry in documents.iter().filter_map(|document| document.setting(other)) {
+            entry.note(&mut importer.gateway, Effect::LeftOut, "the gateway forwards HTTP only");
+        }
+    }
+    let mut gateway = importer.gateway;
+    let (mut total, mut translated) = (0, 0);
+    for document in &documents {
+        document.note_unread(&mut gateway, Effect::LeftOut);
+        document.count(&mut total, &mut translated);
+    }
+    Ok(Translated { gateway, total, translated })
+}
+
+struct Importer<'d> {
+    gateway: Gateway,
+    services: Vec<&'d Entry>,
+    middlewares: Vec<&'d Entry>,
+    /// The rule of each middleware, and how many routers use it.
+    rules: Vec<(String, String, usize)>,
+}
+
+/// A name without its provider, such as `@file`.
+fn plain(name: &str) -> &str {
+    name.split('@').next().unwrap_or(name)
+}
+
+impl<'d> Importer<'d> {
+    fn entry_points(&mut self, documents: &'d [Node]) {
+        let mut addresses = Vec::new();
+        for point in documents.iter().filter_map(|document| document.get("entryPoints")).flat_map(Node::settings) {
+            if let Some(tls) = point.node.at(&["http"]).and_then(|http| http.setting("tls")) {
+                tls.note(&mut self.gateway, Effect::LeftOut, "write the certificates to [listen.https]");
+                continue;
+            }
+            if let Some(address) = point.node.text_of("address") {
+                let address = address.split('/').next().unwrap_or(address);
+                addresses.push(if address.starts_with(':') { format!("0.0.0.0{address}") } else { address.to_owned() });
+            }
+            for proxy in
+                point.node.get("forwardedHeaders").map_or(Vec::new(), |forwarded| forwarded.texts_of("trustedIPs"))
+            {
+                self.gateway.listen.push("trusted_proxies", proxy);
+            }
+            for balancer in
+                point.node.get("proxyProtocol").map_or(Vec::new(), |protocol| protocol.texts_of("trustedIPs"))
+            {
+                self.gateway.listen.push("proxy_protocol", balancer);
+            }
+        }
+        if addresses.is_empty() {
+            self.gateway.listen.comment("The entry points are in the static configuration of Traefik.");
+            addresses.push("0.0.0.0:80".to_owned());
+        }
+        self.gateway.listen.settings.insert(0, ("http".to_owned(), one_or_list(addresses)));
+    }
+
+    fn router(&mut self, router: &'d Entry) {
+        let node = &router.node;
+        let mut section = Section::default();
+        section.comment(format!("Router {} ({})", router.key, node.position));
+        section.set("name", router.key.as_str());
+        let Some(rule) = node.setting("rule") else {
+            router.note(&mut self.gateway, Effect::NotEnforced, "it has no `rule`");
+            return;
+        };
+        let alternatives = match parse(rule.node.text().unwrap_or_default()) {
+            Ok(alternatives) => alternatives,
+            Err(why) => {
+                node.mark_read();
+                let why = format!("{why}: other routers match these requests");
+                rule.note(&mut self.gateway, Effect::NotEnforced, &why);
+                return;
+            }
+        };
+        node.ignore(&["entryPoints", "ruleSyntax", "observability"]);
+        if let Some(priority) = node.setting("priority") {
+            let why = "the most specific route precedes others";
+            priority.note_at(&mut self.gateway, &mut section, Effect::Differs, why);
+        }
+        if let Some(tls) = node.setting("tls") {
+            tls.node.mark_read();
+            let why = "the gateway has no certificate: with [listen.https], write `scheme = \"https\"`";
+            tls.note_at(&mut self.gateway, &mut section, Effect::NotEnforced, why);
+        }
+        match node.text_of("service").map(plain) {
+            Some(service) => match self.upstream(service) {
+                Some(upstream) => section.set("upstream", upstream),
+                None => {
+                    section.comment(format!("Left out: the service `{service}` cannot be translated."));
+                    section.set("respond", table([("status", 503.into())]));
+                }
+            },
+            None => section.set("respond", table([("status", 503.into())])),
+        }
+        let mut applied = Applied::default();
+        self.apply(&node.texts_of("middlewares"), router, &mut section, &mut applied, 0);
+        if !applied.rules.is_empty() {
+            let place = section.settings.iter().position(|(name, _)| name == "upstream").map_or(0, |place| place + 1);
+            section.settings.insert(place, ("rules".to_owned(), applied.rules.clone().into()));
+        }
+        for alternative in alternatives {
+            self.add_routes(router, alternative, &section, &applied);
+        }
+    }
+
+    fn add_routes(&mut self, router: &Entry, alternative: Alternative, section: &Section, applied: &Applied) {
+        let Alternative { hosts, paths, methods, headers, prefixes } = alternative;
+        let mut section = section.clone();
+        for prefix in prefixes {
+            let text =
+                format!("`{prefix}`: Traefik matches all paths that begin so, such as `{prefix}x`; the route does not");
+            section.comment(self.gateway.placed_note(Effect::Differs, &router.node.position, text));
+        }
+        let paths = if paths.is_empty() { vec!["/{*rest}".to_owned()] } else { paths };
+        for (index, path) in paths.into_iter().enumerate() {
+            let mut section = section.clone();
+            if index > 0 {
+                section.comments.clear();
+            }
+            if section.get("upstream").is_some() {
+                applied.set_path(&mut section, &path);
+            }
+            let (hosts, methods, headers) = (hosts.clone(), methods.clone(), headers.clone());
+            let route = Route { hosts, path, methods, headers, scheme: None, section };
+            self.gateway.add_route(route, &router.node.position);
+        }
+    }
+
+    fn apply(
+        &mut self,
+        names: &[&'d str],
+        router: &'d Entry,
+        section: &mut Section,
+        applied: &mut Applied,
+        depth: usize,
+    ) {
+        for name in names {
+            let found = self.middlewares.iter().find(|middleware| middleware.key == plain(name)).copied();
+            let Some(middleware) = found.filter(|_| depth < 8) else {
+                let text = format!("the middleware `{name}` is not in the files: the route is closed");
+                section.comment(self.gateway.placed_note(Effect::Stricter, &router.node.position, text));
+                section.close(403);
+                continue;
+            };
+            for kind in middleware.node.settings() {
+                self.apply_one(middleware, kind, router, section, applied, depth);
+            }
+        }
+    }
+
+    fn apply_one(
+        &mut self,
+        middleware: &'d Entry,
+        kind: &'d Entry,
+        router: &'d Entry,
+        section: &mut Section,
+        applied: &mut Applied,
+        depth: usize,
+    ) {
+        let node = &kind.node;
+        match kind.key.as_str() {
+            "chain" => self.apply(&node.texts_of("middlewares"), router, section, applied, depth + 1),
+            "rateLimit" | "inFlightReq" => applied.rules.extend(self.limit(middleware, kind)),
+            "ipAllowList" | "ipWhiteList" => {
+                let ranges: Vec<String> =
+                    node.texts_of("sourceRange").iter().map(|range| (*range).to_owned()).collect();
+                node.mark_read();
+                match ranges.is_empty() {
+                    true => section.close(403),
+                    false if section.get("allow").is_some() => {
+                        section.comment("Stricter: two lists of addresses cannot be combined: the route is closed.");
+                        section.close(403);
+                    }
+                    false => section.set("allow", one_or_list(ranges)),
+                }
+            }
+            "stripPrefix" => {
+                applied.strip.extend(node.texts_of("prefixes").iter().map(|prefix| (*prefix).to_owned()));
+                node.setting("forceSlash");
+            }
+            "addPrefix" => applied.add = node.text_of("prefix").map(str::to_owned),
+            "replacePath" => applied.replace = node.text_of("path").map(str::to_owned),
+            "redirectScheme" => {
+                let scheme = node.text_of("scheme").unwrap_or("https");
+                let port = node.text_of("port").map_or_else(String::new, |port| format!(":{port}"));
+                if scheme != "https" || !port.is_empty() && port != ":443" {
+                    kind.note_at(&mut self.gateway, section, Effect::LeftOut, "only redirects to https are translated");
+                    return;
+                }
+                let why = "without TLS here, it would have no end; with [listen.https], write a route with `scheme = \"http\"`";
+                node.mark_read();
+                kind.note_at(&mut self.gateway, section, Effect::LeftOut, why);
+            }
+            "headers" => self.set_fields(node, section),
+            "buffering" => {
+                if let Some(bytes) = node.number_of("maxRequestBodyBytes").filter(|bytes| *bytes > 0) {
+                    section.set("max_body", bytes);
+                }
+            }
+            name if AUTHENTICATION.contains(&name) => {
+                let why = "the gateway checks no such credentials: the route is closed";
+                kind.note_at(&mut self.gateway, section, Effect::Stricter, why);
+                node.mark_read();
+                section.close(403);
+            }
+            name => {
+                let effect = if RESTRICTIONS.contains(&name) { Effect::NotEnforced } else { Effect::LeftOut };
+                kind.note_at(&mut self.gateway, section, effect, "the gateway has no such middleware");
+            }
+        }
+    }
+
+    /// The rule of a middleware that limits.
+    fn limit(&mut self, middleware: &'d Entry, kind: &'d Entry) -> Option<String> {
+        if let Some((_, rule, uses)) = self.rules.iter_mut().find(|(known, ..)| *known == middleware.key) {
+            *uses += 1;
+            let (rule, is_second) = (rule.clone(), *uses == 2);
+            let section = self.gateway.rules.iter().position(|named| named.name == rule);
+            if let Some(index) = section.filter(|_| is_second) {
+                let mut section = std::mem::take(&mut self.gateway.rules[index].section);
+                let why = "its routes share the counters; in Traefik, each router has its own";
+                kind.note_at(&mut self.gateway, &mut section, Effect::Stricter, why);
+                self.gateway.rules[index].section = section;
+            }
+            return Some(rule);
+        }
+        let node = &kind.node;
+        let mut section = Section::default();
+        section.comment(format!("Middleware {} ({})", middleware.key, middleware.node.position));
+        self.set_key(kind, &mut section);
+        if kind.key == "inFlightReq" {
+            let Some(amount) = node.number_of("amount").filter(|amount| *amount > 0) else {
+                kind.note(&mut self.gateway, Effect::NotEnforced, "it has no `amount` above 0");
+                return None;
+            };
+            section.set("concurrent", amount);
+        } else {
+            // 0: not limited.
+            let average = node.number_of("average").filter(|average| *average > 0)?;
+            let period_ms = node.text_of("period").map_or(Some(1000), go_duration).filter(|ms| *ms > 0);
+            let Some(period_ms) = period_ms else {
+                kind.note(&mut self.gateway, Effect::NotEnforced, "its period cannot be read");
+                return None;
+            };
+            let burst = node.number_of("burst").unwrap_or(1).max(1);
+            let rate = Rate { requests: average, period_ms, burst: burst - 1 };
+            let window: Window = rate.window();
+            section.comment(format!(
+                "Traefik admits {burst} requests at once, and {average} each {}. In any interval, this window admits at most as many.",
+                crate::rate::duration_text(period_ms)
+            ));
+            section.set("windows", windows(window));
+        }
+        if let Some(redis) = node.setting("redis") {
+            let why = "counters are local: for gateways that count together, see [counters.shared]";
+            redis.note_at(&mut self.gateway, &mut section, Effect::NotEnforced, why);
+        }
+        let name = unused_name(&table_name(&middleware.key), &self.gateway.rules);
+        self.rules.push((middleware.key.clone(), name.clone(), 1));
+        self.gateway.rules.push(Named { name: name.clone(), section, ..Named::default() });
+        Some(name)
+    }
+
+    /// Requests in flight are counted by host unless the middleware says otherwise.
+    fn set_key(&mut self, kind: &Entry, section: &mut Section) {
+        let criterion = kind.node.get("sourceCriterion");
+        let strategy = criterion.and_then(|criterion| criterion.setting("ipStrategy"));
+        let header = criterion.and_then(|criterion| criterion.text_of("requestHeaderName"));
+        let by_host = criterion.and_then(|criterion| criterion.bool_of("requestHost"));
+        if let Some(header) = header {
+            section.set("key", format!("header:{}", header.to_lowercase()));
+            section.set("on_missing_key", "ip");
+            section.comment("Requests without the field count by address; in Traefik they count together.");
+        } else if by_host == Some(true) || criterion.is_none() && kind.key == "inFlightReq" {
+            section.set("key", "host");
+        } else {
+            section.set("key", "ip");
+        }
+        let Some(strategy) = strategy else { return };
+        if let Some(bits) = strategy.node.number_of("ipv6Subnet").filter(|bits| *bits != 64 && (1..=128).contains(bits))
+        {
+            section.set("ipv6_prefix", bits);
+        }
+        let is_by_field = ["depth", "excludedIPs"].iter().any(|name| strategy.node.setting(name).is_some());
+        if is_by_field && self.gateway.listen.get("trusted_proxies").is_none() {
+            let why =
+                "until `trusted_proxies` of [listen] names the proxies in front, all clients behind them count as one";
+            strategy.note_at(&mut self.gateway, section, Effect::Stricter, why);
+        }
+    }
+
+    fn upstream(&mut self, name: &str) -> Option<String> {
+        let name = plain(name);
+        let table = table_name(name);
+        if self.gateway.upstreams.iter().any(|upstream| upstream.name == table) {
+            return Some(table);
+        }
+        let service = self.services.iter().find(|service| service.key == name).copied()?;
+        let mut section = Section::default();
+        section.comment(format!("Service {name} ({})", service.node.position));
+        let balancer = service.node.get("loadBalancer");
+        let mut servers = Vec::new();
+        match (balancer, service.node.get("weighted")) {
+            (Some(balancer), _) => add_servers(&mut servers, balancer, None),
+            (None, Some(weighted)) => {
+                for part in weighted.list_of("services") {
+                    let weight = part.number_of("weight").unwrap_or(1);
+                    let named = part.text_of("name").map(plain)?;
+                    let service = self.services.iter().find(|service| service.key == named)?;
+                    add_servers(&mut servers, service.node.get("loadBalancer")?, Some(weight));
+                }
+            }
+            (None, None) => {
+                service.note(&mut self.gateway, Effect::LeftOut, "only `loadBalancer` and `weighted` are translated");
+                return None;
+            }
+        }
+        if servers.is_empty() {
+            return None;
+        }
+        let is_several = servers.len() > 1;
+        section.set("servers", Value::List(servers));
+        if is_several {
+            section.set("balance", "round-robin");
+        }
+        if let Some(balancer) = balancer {
+            if balancer.bool_of("passHostHeader") == Some(false) {
+                section.set("host", "server");
+            }
+            if let Some(check) = balancer.get("healthCheck") {
+                let mut health = vec![("path".to_owned(), Value::from(check.text_of("path")?))];
+                for name in ["interval", "timeout"] {
+                    if let Some(ms) = check.text_of(name).and_then(go_duration).filter(|ms| *ms >= 10) {
+                        health.push((name.to_owned(), crate::rate::duration_text(ms).into()));
+                    }
+                }
+                section.set("health", Value::Table(health));
+            }
+            if let Some(sticky) = balancer.setting("sticky") {
+                let why =
+                    "the gateway sets no cookies; `balance = { hash = \"cookie:NAME\" }` uses one of the application";
+                sticky.note_at(&mut self.gateway, &mut section, Effect::LeftOut, why);
+            }
+        }
+        self.gateway.upstreams.push(Named { name: table.clone(), section, ..Named::default() });
+        Some(table)
+    }
+
+    fn set_fields(&mut self, node: &'d Node, section: &mut Section) {
+        for (name, setting) in
+            [("customRequestHeaders", "request_headers"), ("customResponseHeaders", "response_headers")]
+        {
+            let (mut set, mut remove) = (Vec::new(), Vec::<Value>::new());
+            for field in node.get(name).map_or(&[][..], Node::settings) {
+                let value = field.node.text().unwrap_or_default();
+                match value.is_empty() {
+                    true => remove.push(field.key.to_lowercase().into()),
+                    false => {
+                        set.push((field.key.to_lowercase(), Value::from(value.replace('{', "{{").replace('}', "}}"))))
+                    }
+                }
+            }
+            let mut changes = Vec::new();
+            if !remove.is_empty() {
+                changes.push(("remove".to_owned(), Value::List(remove)));
+            }
+            if !set.is_empty() {
+                changes.push(("set".to_owned(), Value::Table(set)));
+            }
+            if !changes.is_empty() {
+                section.set(setting, Value::Table(changes));
+            }
+        }
+    }
+}
+
+/// What middlewares do with the path, and the rules of a router.
+#[derive(Default)]
+struct Applied {
+    rules: Vec<String>,
+    strip: Vec<String>,
+    add: Option<String>,
+    replace: Option<String>,
+}
+
+impl Applied {
+    fn set_path(&self, section: &mut Section, pattern: &str) {
+        let matches = |prefix: &&String| {
+            let prefix = literal(prefix.trim_end_matches('/'));
+            pattern == prefix || covers(&format!("{prefix}/{{*rest}}"), pattern)
+        };
+        let strip = self
+            .strip
+            .iter()
+            .find(matches)
+            .map(|prefix| prefix.trim_end_matches('/'))
+            .filter(|prefix| !prefix.is_empty());
+        let add = self.add.as_deref().map(|prefix| prefix.trim_end_matches('/')).filter(|prefix| !prefix.is_empty());
+        match (&self.replace, strip, add) {
+            (Some(path), ..) => section.set("rewrite", literal(path)),
+            (None, Some(from), Some(to)) => {
+                section.set("replace_prefix", table([("from", literal(from).into()), ("to", literal(to).into())]));
+            }
+            (None, Some(from), None) => section.set("strip_prefix", literal(from)),
+            (None, None, Some(to)) => {
+                section
+                    .set("replace_prefix", table([("from", "/".into()), ("to", format!("{}/", literal(to)).into())]));
+            }
+            (None, None, None) => {}
+        }
+    }
+}
+
+fn add_servers(servers: &mut Vec<Value>, balancer: &Node, weight: Option<u64>) {
+    for server in balancer.list_of("servers") {
+        let Some(url) = server.text_of("url") else { continue };
+        let scheme_end = url.find("://").map_or(0, |at| at + 3);
+        let end = url[scheme_end..].find('/').map_or(url.len(), |at| scheme_end + at);
+        let url = url[..end].replace("h2c://", "http://");
+        match weight.or_else(|| server.number_of("weight")).unwrap_or(1) {
+            0 => {}
+            1 => servers.push(url.into()),
+            weight => servers.push(table([("url", url.into()), ("weight", weight.min(1000).into())])),
+        }
+    }
+}
+
+/// A duration of Go, such as `1m30s`, or a number of seconds, in milliseconds.
+fn go_duration(text: &str) -> Option<u64> {
+    if let Ok(seconds) = text.parse::<u64>() {
+        return seconds.checked_mul(1000);
+    }
+    let mut ms = 0_u64;
+    let mut rest = text;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit())?;
+        let number: u64 = rest[..digits].parse().ok()?;
+        let unit = rest[digits..].find(|c: char| c.is_ascii_digit()).map_or(rest.len(), |end| digits + end);
+        let factor = match &rest[digits..unit] {
+            "ms" => 1,
+            "s" => 1000,
+            "m" => 60_000,
+            "h" => 3_600_000,
+            _ => return None,
+        };
+        ms = ms.checked_add(number.checked_mul(factor)?)?;
+        rest = &rest[unit..];
+    }
+    Some(ms)
+}

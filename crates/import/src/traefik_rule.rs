@@ -1,0 +1,205 @@
+//! The rules of Traefik's routers: matchers with `&&`, `||` and parentheses, as alternatives that routes can express.
+
+use crate::gateway::Value;
+use crate::path::{covers, literal, of_regex, segments};
+
+/// Most alternatives of one rule.
+const ALTERNATIVES_MAX: usize = 64;
+const DEPTH_MAX: usize = 32;
+
+/// What one route matches.
+#[derive(Clone, Default, PartialEq, Debug)]
+pub struct Alternative {
+    pub hosts: Vec<String>,
+    /// Empty: any path.
+    pub paths: Vec<String>,
+    pub methods: Vec<String>,
+    pub headers: Vec<(String, Value)>,
+    /// Prefixes that Traefik also matches within a segment.
+    pub prefixes: Vec<String>,
+}
+
+/// The alternatives of a rule, or why routes cannot express it.
+pub fn parse(text: &str) -> Result<Vec<Alternative>, String> {
+    let mut parser = RuleParser { rest: text.trim(), depth: 0 };
+    let alternatives = parser.any()?;
+    match parser.rest {
+        "" => Ok(alternatives),
+        rest => Err(format!("`{}` is not understood", rest.chars().take(20).collect::<String>())),
+    }
+}
+
+struct RuleParser<'t> {
+    rest: &'t str,
+    depth: usize,
+}
+
+impl<'t> RuleParser<'t> {
+    fn take(&mut self, sign: &str) -> bool {
+        self.rest = self.rest.trim_start();
+        let rest = self.rest.strip_prefix(sign);
+        self.rest = rest.unwrap_or(self.rest).trim_start();
+        rest.is_some()
+    }
+
+    fn any(&mut self) -> Result<Vec<Alternative>, String> {
+        let mut alternatives = self.all()?;
+        while self.take("||") {
+            alternatives.extend(self.all()?);
+        }
+        match alternatives.len() <= ALTERNATIVES_MAX {
+            true => Ok(alternatives),
+            false => Err("it has too many alternatives".to_owned()),
+        }
+    }
+
+    fn all(&mut self) -> Result<Vec<Alternative>, String> {
+        let mut alternatives = self.one()?;
+        while self.take("&&") {
+            let others = self.one()?;
+            let both = |one: &Alternative| others.iter().map(|other| one.and(other)).collect::<Vec<_>>();
+            alternatives = alternatives.iter().flat_map(both).collect::<Result<Vec<_>, String>>()?;
+            if alternatives.len() > ALTERNATIVES_MAX {
+                return Err("it has too many alternatives".to_owned());
+            }
+        }
+        Ok(alternatives)
+    }
+
+    fn one(&mut self) -> Result<Vec<Alternative>, String> {
+        if self.take("!") {
+            return Err("routes have no negation".to_owned());
+        }
+        if self.take("(") {
+            self.depth += 1;
+            if self.depth > DEPTH_MAX {
+                return Err("it has too many parentheses".to_owned());
+            }
+            let alternatives = self.any()?;
+            self.depth -= 1;
+            return if self.take(")") { Ok(alternatives) } else { Err("a parenthesis is not closed".to_owned()) };
+        }
+        let end = self.rest.find('(').ok_or("a matcher without arguments")?;
+        let name = self.rest[..end].trim();
+        self.rest = &self.rest[end + 1..];
+        let arguments = self.arguments()?;
+        matcher(name, &arguments).map(|alternative| vec![alternative])
+    }
+
+    fn arguments(&mut self) -> Result<Vec<&'t str>, String> {
+        let mut arguments = Vec::new();
+        loop {
+            let quote = self.rest.trim_start().chars().next().filter(|c| ['`', '"', '\''].contains(c));
+            let quote = quote.ok_or("an argument without quotes")?;
+            let (argument, rest) = self.rest.trim_start()[1..].split_once(quote).ok_or("a quote is not closed")?;
+            arguments.push(argument);
+            self.rest = rest;
+            if self.take(")") {
+                return Ok(arguments);
+            }
+            if !self.take(",") {
+                return Err("a parenthesis is not closed".to_owned());
+            }
+        }
+    }
+}
+
+fn matcher(name: &str, arguments: &[&str]) -> Result<Alternative, String> {
+    let owned = || arguments.iter().map(|argument| (*argument).to_owned()).collect::<Vec<_>>();
+    let mut found = Alternative::default();
+    match (name, arguments) {
+        ("Host" | "HostHeader", _) => found.hosts = owned().iter().map(|host| host.to_lowercase()).collect(),
+        ("Method", _) => found.methods = owned().iter().map(|method| method.to_uppercase()).collect(),
+        ("Path", _) if arguments.iter().all(|path| !path.contains(['{', '*'])) => {
+            found.paths = arguments.iter().map(|path| literal(path)).collect();
+        }
+        ("PathPrefix", _) if arguments.iter().all(|path| !path.contains(['{', '*'])) => {
+            found.paths = arguments.iter().flat_map(|path| segments(path)).collect();
+            found.prefixes = owned().into_iter().filter(|path| !path.ends_with('/')).collect();
+        }
+        ("PathRegexp", [regex]) => {
+            let (paths, more) = of_regex(regex).ok_or(format!("routes cannot express `{regex}`"))?;
+            found.paths = paths;
+            found.prefixes = if more { vec![regex.trim_start_matches('^').to_owned()] } else { Vec::new() };
+        }
+        ("Header" | "Headers", [field, value]) => found.headers.push((field.to_lowercase(), (*value).into())),
+        _ => return Err(format!("routes have no `{name}({})`", arguments.join(", "))),
+    }
+    Ok(found)
+}
+
+impl Alternative {
+    /// What both match.
+    fn and(&self, other: &Alternative) -> Result<Alternative, String> {
+        let common = |one: &[String], other: &[String], what: &str| match (one, other) {
+            ([], list) | (list, []) => Ok(list.to_vec()),
+            (one, other) => {
+                let common: Vec<String> = one.iter().filter(|item| other.contains(item)).cloned().collect();
+                if common.is_empty() { Err(format!("two {what} at once")) } else { Ok(common) }
+            }
+        };
+        let paths = match (&self.paths[..], &other.paths[..]) {
+            ([], list) | (list, []) => list.to_vec(),
+            (one, other) => {
+                let within = |list: &[String], path: &String| list.iter().any(|outer| covers(outer, path));
+                let narrow =
+                    one.iter().filter(|path| within(other, path)).chain(other.iter().filter(|path| within(one, path)));
+                let mut paths: Vec<String> = narrow.cloned().collect();
+                paths.dedup();
+                if paths.is_empty() {
+                    return Err("two paths at once".to_owned());
+                }
+                paths
+            }
+        };
+        Ok(Alternative {
+            hosts: common(&self.hosts, &other.hosts, "hosts")?,
+            paths,
+            methods: common(&self.methods, &other.methods, "methods")?,
+            headers: [self.headers.clone(), other.headers.clone()].concat(),
+            prefixes: [self.prefixes.clone(), other.prefixes.clone()].concat(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shown(rule: &str) -> String {
+        let one = |found: &Alternative| {
+            format!(
+                "{}|{}|{}|{}",
+                found.hosts.join(","),
+                found.paths.join(","),
+                found.methods.join(","),
+                found.headers.len()
+            )
+        };
+        match parse(rule) {
+            Ok(all) => all.iter().map(one).collect::<Vec<_>>().join(" or "),
+            Err(why) => why,
+        }
+    }
+
+    #[test]
+    fn rules_are_alternatives() {
+        assert_eq!(shown("Host(`a.b`) && PathPrefix(`/x/`)"), "a.b|/x/{*rest}||0");
+        assert_eq!(
+            shown("(Host(`a`) || Host(`B`, `c`)) && (Path(`/x`) && Method(`get`) || Header(`X-A`, \"1\"))"),
+            "a|/x|GET|0 or a|||1 or b,c|/x|GET|0 or b,c|||1"
+        );
+        assert_eq!(shown("PathPrefix(`/a`) && Path(`/a/b`)"), "|/a/b||0");
+        for (rule, why) in [
+            ("!Host(`a`)", "routes have no negation"),
+            ("ClientIP(`10.0.0.0/8`)", "routes have no `ClientIP(10.0.0.0/8)`"),
+            ("Host(`a`) Path(`/`)", "`Path(`/`)` is not understood"),
+            ("Host(`a", "a quote is not closed"),
+            ("(Host(`a`)", "a parenthesis is not closed"),
+            ("", "a matcher without arguments"),
+            ("Path(`/{id}`)", "routes have no `Path(/{id})`"),
+        ] {
+            assert_eq!(shown(rule), why);
+        }
+    }
+}
