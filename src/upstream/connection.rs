@@ -1,6 +1,7 @@
 //! `UpstreamConnection`: what one request is sent on, an HTTP/1.1 connection or a stream of a shared HTTP/2 connection.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Instant;
@@ -56,6 +57,14 @@ impl UpstreamConnection {
     }
 
     /// Sets the connection permit of the server; a shared connection that has a permit keeps it.
+    /// The address of the server; `None` for a Unix socket.
+    pub fn address(&self) -> Option<SocketAddr> {
+        match self {
+            UpstreamConnection::Http1(connection) => connection.target.address,
+            UpstreamConnection::Http2(stream) => stream.address(),
+        }
+    }
+
     pub fn set_permit(&mut self, permit: Option<ConnectionPermit>) {
         match self {
             UpstreamConnection::Http1(connection) => connection.permit = permit,

@@ -67,6 +67,8 @@ struct Forwarding {
     is_exclusive: bool,
     /// A server may act on what an earlier attempt has sent.
     may_be_sent: bool,
+    /// The request was repeated, because another server had the address.
+    was_misdirected: bool,
 }
 
 /// One attempt to get a response from a server. Its drop counts the outcome, and reports the result to the health of the
@@ -227,7 +229,19 @@ impl Forwarder {
                     Ok(Ok(response)) => self.on_response(forwarding, attempt, connection, response, started),
                     Ok(Err(error)) => match progress.as_ref().and_then(|progress| progress.client_error()) {
                         Some(error) => NextStep::Fail(error),
-                        None => self.on_connection_error(forwarding, attempt, connection, error, reused),
+                        None => {
+                            // A request that may be repeated is, once, if another server has got the address.
+                            let is_misdirected = forwarding.traits.is_repeatable
+                                && !(reused || forwarding.was_misdirected)
+                                && error.is_closed_without_response()
+                                && Box::pin(server.pool.has_moved(connection.address())).await;
+                            if is_misdirected {
+                                forwarding.was_misdirected = true;
+                                forwarding.needs_new_connection = false;
+                            }
+                            let is_stale = reused || is_misdirected;
+                            self.on_connection_error(forwarding, attempt, connection, error, is_stale)
+                        }
                     },
                     Err(error) => {
                         if matches!(error, RequestError::ResponseTimeout | RequestError::RequestTimeout) {
@@ -272,6 +286,7 @@ impl Forwarder {
             needs_new_connection: false,
             is_exclusive,
             may_be_sent: false,
+            was_misdirected: false,
         })
     }
 

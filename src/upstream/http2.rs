@@ -232,6 +232,11 @@ pub struct Http2Stream {
 }
 
 impl Http2Stream {
+    /// The address of the server; `None` for a Unix socket.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.connection.address
+    }
+
     pub fn open(connection: Rc<Http2Connection>) -> Http2Stream {
         connection.active_streams.set(connection.active_streams.get() + 1);
         connection.has_been_used.set(true);

@@ -8,6 +8,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
+use std::net::SocketAddr;
 use std::rc::{Rc, Weak};
 use std::time::{Duration, Instant};
 
@@ -222,6 +223,13 @@ impl ConnectionPool {
     /// A new connection has failed after it was opened: the server may have moved. The name is resolved before the next connection.
     pub fn mark_suspect(&self) {
         self.connector.resolver.mark_suspect();
+    }
+
+    /// Whether the server no longer has the address of a connection, once its name is resolved again.
+    pub async fn has_moved(&self, address: Option<SocketAddr>) -> bool {
+        let Some(address) = address else { return false };
+        let resolver = &self.connector.resolver;
+        !resolver.new_addresses(&[address]).await.is_empty() && !resolver.contains(&address)
     }
 
     /// Opens a connection, or a stream of one that takes a request, within `within`. After `ping_after`
