@@ -199,6 +199,7 @@ async fn request(source: &KeySetSource, clock: &Clock) -> Result<Fetched, FetchE
         host: HostField::Server,
         tls: source.tls.clone(),
         resolve: source.timeout,
+        dns_servers: Vec::new(),
     };
     // A new pool for each fetch, so that the name is resolved again.
     let pool = ConnectionPool::new(source.server.clone(), &transport, None, clock.clone());

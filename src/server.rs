@@ -37,6 +37,7 @@ use crate::proxy::worker_state::{TopKeysQuery, WorkerState};
 use crate::spans::SpanSender;
 use crate::upstream::health_check;
 use crate::upstream::server_health::{self, UpstreamHealth};
+use crate::upstream::service_records::{self, KnownServices};
 use client_limits::{CompiledLimits, LimitsState};
 use error::{ReloadError, StartError};
 use shared_clients::SharedClients;
@@ -45,6 +46,7 @@ use transom_config::clients;
 use transom_config::jwt::KeySetSource;
 use transom_config::listen::Admin;
 use transom_config::span_export::Tracing;
+use transom_config::upstream::{ServiceSource, Target, Upstream};
 use transom_config::{Config, REQUEST_BUCKETS_MAX, lint};
 use transom_jwt::published_keys::{KeySet, PublishedKeys};
 use transom_limiter::handles::Handle as _;
@@ -79,6 +81,9 @@ const IDLE_DRAIN: Duration = Duration::from_secs(1);
 const IDLE_CLOSE_MARGIN: Duration = Duration::from_secs(2);
 /// How long a process that was replaced waits for a store that cannot be reached, to report what it has counted without it.
 const REPORT_AFTER_UPGRADE: Duration = Duration::from_secs(600);
+
+/// How long a start or reload waits for the servers of service records.
+const FIRST_LOOK_UP: Duration = Duration::from_secs(3);
 
 /// The metrics can hold as many buckets as can be configured.
 const _: () = assert!(REQUEST_BUCKETS_MAX <= REQUEST_BOUNDS_MAX);
@@ -132,6 +137,9 @@ pub struct Gateway {
     access_edits: Option<UnboundedReceiver<AccessEdit>>,
     /// The thread of the active health checks, if any are configured.
     health_thread: Option<JoinHandle<()>>,
+    /// Follows the service records that list servers, once there are any.
+    services: Option<ServicesThread>,
+    known_services: Arc<KnownServices>,
     /// Follows the clients in the store, if they are there.
     shared_clients: Option<SharedClients>,
     limits_state: LimitsState,
@@ -165,6 +173,12 @@ pub struct Gateway {
 struct Notifier {
     destination: Destination,
     events: Sender<MarkEvent>,
+}
+
+/// The thread that follows service records. It ends when this is dropped.
+struct ServicesThread {
+    sources: watch::Sender<Vec<ServiceSource>>,
+    thread: JoinHandle<()>,
 }
 
 /// The thread that fetches a key set. It ends when this is dropped.
@@ -278,6 +292,8 @@ impl Gateway {
             file_changes: None,
             access_edits: None,
             health_thread: None,
+            services: None,
+            known_services: Arc::default(),
             shared_clients: None,
             limits_state: LimitsState::default(),
             limits_changed: Arc::default(),
@@ -305,6 +321,7 @@ impl Gateway {
             marks: None,
             log_throttle: Arc::default(),
         };
+        gateway.follow_services(&config)?;
         let upstream_health = gateway.update_upstream_health(&config);
         gateway.start_health_checks(&upstream_health)?;
         let published_keys = gateway.fetch_key_set(&config, former.key_set)?;
@@ -515,6 +532,9 @@ impl Gateway {
         self.connection_limit.apply(&config.listen);
         self.config = config.clone();
         self.admin_settings.send_replace(config.admin.clone());
+        if let Err(error) = self.follow_services(&config) {
+            tracing::error!(%error, "service records are not looked up");
+        }
         let upstream_health = self.update_upstream_health(&config);
         if let Err(error) = self.start_health_checks(&upstream_health) {
             tracing::error!(%error, "upstream servers are not checked");
@@ -573,12 +593,26 @@ impl Gateway {
         self.shared_clients.iter_mut().for_each(|shared| shared.use_rules(&served.config));
         state.log(&self.limits_state);
         self.limits_state = state;
-        self.shared_deny.iter().for_each(|shared| shared.serve_unchanged(&served));
+        self.serve_changed(&served);
+    }
+
+    /// Uses the servers that service records list now, in the course of time also in the workers.
+    pub fn use_services(&mut self) {
+        let Some(served) = self.served.clone() else { return };
+        // Those of servers before the last change may be unused by now.
+        self.registry.remove_unused();
+        let upstream_health = self.update_upstream_health(&served.config);
+        self.serve_changed(&served.with_upstream_health(upstream_health));
+    }
+
+    /// Serves the current configuration with other limits of single clients, or other servers.
+    fn serve_changed(&mut self, served: &Arc<ServedConfig>) {
+        self.shared_deny.iter().for_each(|shared| shared.serve_unchanged(served));
         let loaded_ms = self.decision_api.borrow().as_ref().map_or(0, |decision_api| decision_api.loaded_ms);
-        self.serve(&served, loaded_ms);
+        self.serve(served, loaded_ms);
         let (pending, _applied) = self.pending_reload();
         self.send_to_workers(|| WorkerCommand::ApplyLimits {
-            served: Arc::clone(&served),
+            served: Arc::clone(served),
             marks: self.outputs.marks.clone(),
             pending: Arc::clone(&pending),
         });
@@ -587,6 +621,11 @@ impl Gateway {
     /// Is notified when clients of the store have limits that the rules do not know, see [`Gateway::limits_compiler`].
     pub fn limits_changed(&self) -> Arc<Notify> {
         Arc::clone(&self.limits_changed)
+    }
+
+    /// Is notified when service records list other servers, see [`Gateway::use_services`].
+    pub fn services_changed(&self) -> Arc<Notify> {
+        Arc::clone(&self.known_services.changed)
     }
 
     /// When limits of a client end, or earlier, Unix milliseconds.
@@ -673,6 +712,10 @@ impl Gateway {
         // The health checks end when their sender is dropped.
         drop(self.upstream_health);
         self.health_thread.into_iter().for_each(join);
+        if let Some(ServicesThread { sources, thread }) = self.services.take() {
+            drop(sources);
+            join(thread);
+        }
         if let Some(KeySetThread { thread, stop, .. }) = self.key_set.take() {
             drop(stop);
             join(thread);
@@ -748,10 +791,33 @@ impl Gateway {
     /// The upstream servers of a configuration with their known health; also published to the other threads.
     fn update_upstream_health(&self, config: &Config) -> Vec<Arc<UpstreamHealth>> {
         let former = self.upstream_health.borrow().clone();
+        let service = |source: &ServiceSource| self.known_services.servers(source);
+        let (registry, now) = (&self.registry, self.clock.instant());
         let upstream_health =
-            server_health::build_upstream_health(config, &former, &self.registry, self.workers, self.clock.instant());
+            server_health::build_upstream_health(config, service, &former, registry, self.workers, now);
         self.upstream_health.send_replace(upstream_health.clone());
         upstream_health
+    }
+
+    /// Follows the service records of a configuration, and waits a short time for the first answers.
+    fn follow_services(&mut self, config: &Config) -> Result<(), StartError> {
+        let source = |upstream: &Upstream| match &upstream.target {
+            Target::Service(source) => Some(source.clone()),
+            Target::Echo | Target::Servers(_) => None,
+        };
+        let sources: Vec<ServiceSource> = config.upstreams.iter().filter_map(source).collect();
+        match &self.services {
+            None if sources.is_empty() => return Ok(()),
+            None => {
+                let (sender, receiver) = watch::channel(sources.clone());
+                let (known, registry) = (Arc::clone(&self.known_services), Arc::clone(&self.registry));
+                let run = move || service_records::run(receiver, known, registry);
+                self.services = Some(ServicesThread { sources: sender, thread: spawn("services".to_owned(), run)? });
+            }
+            Some(running) => drop(running.sources.send_replace(sources.clone())),
+        }
+        self.known_services.wait_until_looked_up(&sources, FIRST_LOOK_UP);
+        Ok(())
     }
 
     /// Starts the active health checks, if configured and not running.

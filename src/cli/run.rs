@@ -178,7 +178,7 @@ impl Supervisor<'_> {
         watch_timer.reset();
         // Dropped with this loop: a gateway that ends changes no clients.
         let (mut changes, mut edits) = (self.gateway.take_file_changes(), self.gateway.take_access_edits());
-        let limits_changed = self.gateway.limits_changed();
+        let (limits_changed, services_changed) = (self.gateway.limits_changed(), self.gateway.services_changed());
         let (mut next_compilation, mut compiling) = (self.clock.instant(), None);
         let successor = loop {
             let pause = next_compilation.saturating_duration_since(self.clock.instant());
@@ -212,6 +212,7 @@ impl Supervisor<'_> {
                         }
                     }
                 }
+                () = services_changed.notified() => self.gateway.use_services(),
                 () = sleep_until(next_end, &self.clock) => self.gateway.end_limits(),
                 _ = signals.hangup.recv() => {
                     // The reload covers earlier changes.

@@ -172,6 +172,7 @@ async fn post(receiver: &NotifyReceiver, id: &str, body: Bytes, clock: &Clock) -
         host: HostField::Server,
         tls: receiver.tls.clone(),
         resolve: ATTEMPT_TIMEOUT,
+        dns_servers: Vec::new(),
     };
     // A new pool for each request, so that the name is resolved again.
     let pool = ConnectionPool::new(receiver.server.clone(), &transport, None, clock.clone());

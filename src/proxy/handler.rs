@@ -610,7 +610,8 @@ impl ForwardPlan {
         let config = request_context.config;
         let served = &*config.served;
         let upstream = served.routes[self.route].upstream;
-        let supports_upgrade = || upstream.is_some_and(|upstream| config.targets[upstream].supports_upgrade());
+        let supports_upgrade =
+            || upstream.is_some_and(|upstream| config.upstreams.targets[upstream].supports_upgrade());
         self.websocket = WebSocketHandshake::new(websocket, &parts.headers, || {
             served.config.routes[self.route].websocket && supports_upgrade()
         })?;
@@ -675,7 +676,7 @@ async fn forward(
     // A route without an upstream has a response.
     let upstream = route.upstream.ok_or(RequestError::NoRoute)?;
     let attempt_log = record.forwarding_began(upstream);
-    match &config.targets[upstream] {
+    match &config.upstreams.targets[upstream] {
         Target::Echo => Ok(Box::pin(echo::respond(*request, timeouts.body, &peer.timer)).await?.map(Content::from)),
         Target::Servers(servers) => {
             // HTTP/1.0 has no 1xx responses (RFC 9110, 15.2).
@@ -715,7 +716,7 @@ mod tests {
     use crate::proxy::worker_config::RecordOutputs;
     use crate::upstream::server_health::build_upstream_health;
     use transom_limiter::concurrency::ConcurrencyTable;
-    use transom_limiter::handles::{Handle, PlanPosition};
+    use transom_limiter::handles::{Handle, IdVec, PlanPosition};
     use transom_limiter::key::{KeyHash, Seed};
     use transom_limiter::rule_set::RuleSet;
     use transom_limiter::table::Table;
@@ -815,7 +816,7 @@ mod tests {
         let text = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n";
         let (config, clock) = (transom_config::read(text).unwrap(), Clock::manual(1_700_000_000_000));
         let registry = Arc::new(Registry::default());
-        let upstream_health = build_upstream_health(&config, &[], &registry, 1, clock.instant());
+        let upstream_health = build_upstream_health(&config, |_| IdVec::new(), &[], &registry, 1, clock.instant());
         let rule_set = RuleSet::new(config.limiter_rules(), Seed(1, 2), None);
         let served = ServedConfig::new(config, Seed(1, 2), rule_set, upstream_health, LiveData::default());
         let shared = SharedByWorkers::new(Arc::new(Table::with_capacity(64).unwrap()), clock);

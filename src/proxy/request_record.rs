@@ -22,7 +22,7 @@ use crate::spans::{TracedRequest, UpstreamAttempt};
 use crate::upstream::attempt_log::{AttemptLog, TracedAttempt};
 use crate::upstream::request_body::UploadProgress;
 use crate::upstream::response_body::UpstreamBodyError;
-use transom_config::upstream::{Server, Target as ConfiguredTarget};
+use transom_config::upstream::Server;
 use transom_config::{RouteId, ServerId, UpstreamId};
 use transom_http::client_address::ClientAddress;
 use transom_http::error::{RequestError, Side};
@@ -532,10 +532,8 @@ impl PendingEntry {
         entry.upstream = self.forwarded.map(|forwarded| {
             let upstream = &config.served.config.upstreams[forwarded.upstream];
             let log = &*forwarded.attempts;
-            let server_of = |id: ServerId| match &upstream.target {
-                ConfiguredTarget::Servers(servers) => servers.get(id),
-                ConfiguredTarget::Echo => None,
-            };
+            let servers = &config.served.upstream_health[forwarded.upstream].servers;
+            let server_of = |id: ServerId| servers.get(id).map(|monitored| &monitored.server);
             let server = log.last_server.get().and_then(server_of);
             let attempt = |attempt: &TracedAttempt| upstream_attempt(attempt, server_of(attempt.server), started, now);
             traced = log.traced().iter().map(attempt).collect();

@@ -15,11 +15,11 @@ use transom_rules::compiled_config::{CompiledConfig, LiveData};
 
 #[derive(Debug)]
 pub struct ServedConfig {
-    compiled: CompiledConfig,
+    compiled: Arc<CompiledConfig>,
     /// The health of each upstream's servers, shared by all workers.
     pub upstream_health: IdVec<UpstreamId, Arc<UpstreamHealth>>,
     /// Serves the decision API.
-    pub decision_service: DecisionService,
+    pub decision_service: Arc<DecisionService>,
 }
 
 impl ServedConfig {
@@ -39,6 +39,16 @@ impl ServedConfig {
         let decision_service = DecisionService::new(rule_set, overrides, seed, digester.clone());
         let decision_service =
             decision_service.with_clients(clients.as_ref(), client_checks.clone()).with_access(access.as_ref());
+        Arc::new(ServedConfig {
+            compiled: Arc::new(compiled),
+            upstream_health: upstream_health.into(),
+            decision_service: Arc::new(decision_service),
+        })
+    }
+
+    /// The same configuration with other servers.
+    pub fn with_upstream_health(&self, upstream_health: Vec<Arc<UpstreamHealth>>) -> Arc<ServedConfig> {
+        let (compiled, decision_service) = (Arc::clone(&self.compiled), Arc::clone(&self.decision_service));
         Arc::new(ServedConfig { compiled, upstream_health: upstream_health.into(), decision_service })
     }
 }

@@ -18,7 +18,7 @@ use crate::proxy::served_config::ServedConfig;
 use crate::spans::{SpanSender, Tracer};
 use crate::upstream::forward::Forwarder;
 use crate::upstream::pool::{ConnectionPool, ServerPool};
-use crate::upstream::server_health::UpstreamHealth;
+use crate::upstream::server_health::{MonitoredServer, UpstreamHealth};
 use transom_config::clients::ClientsSource;
 use transom_config::rule::GatewayRule;
 use transom_config::upstream::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
@@ -69,10 +69,11 @@ pub struct WorkerConfig {
     /// Whether requests are noted for the access log or for messages.
     pub notes_requests: bool,
     scratch: RefCell<DecisionBuffers>,
+    pub upstreams: Rc<WorkerUpstreams>,
     parts: Rc<WorkerParts>,
 }
 
-/// What of the view stays when limits of single clients change.
+/// What of the view stays when limits of single clients or servers change.
 pub struct WorkerParts {
     /// `None` for rules without a limit of concurrent requests.
     pub concurrency_gauges: IdVec<RuleId, Option<ConcurrencyGauge>>,
@@ -89,11 +90,15 @@ pub struct WorkerParts {
     pub client_metrics: Option<ClientMetrics>,
     /// For requests that match no route.
     pub unrouted_metrics: RouteMetrics,
-    pub targets: IdVec<UpstreamId, Target>,
     /// With `[tracing]`.
     pub tracer: Option<Tracer>,
     /// Dropped with this view, so that no cached token outlives the keys that verified it.
     pub token_cache: TokenCache,
+}
+
+/// The servers of all upstreams, as one worker uses them.
+pub struct WorkerUpstreams {
+    pub targets: IdVec<UpstreamId, Target>,
     server_pools: ServerPools,
 }
 
@@ -197,9 +202,63 @@ impl DecisionBuffers {
     }
 }
 
-impl WorkerConfig {
+impl WorkerUpstreams {
     /// Takes over the pools of `previous` whose server and transport settings are unchanged.
     #[allow(clippy::mutable_key_type, reason = "of the TLS settings only the digest is compared")]
+    fn new(
+        (worker_id, registry): (WorkerId, &Arc<Registry>),
+        clock: &Clock,
+        served: &ServedConfig,
+        previous: Option<&WorkerUpstreams>,
+    ) -> WorkerUpstreams {
+        let mut server_pools = ServerPools::new();
+        let total_servers = served.upstream_health.iter().map(|upstream_health| upstream_health.servers.len()).sum();
+        let mut target = |(upstream, upstream_health): (&Upstream, &Arc<UpstreamHealth>)| {
+            if upstream.target == ConfiguredTarget::Echo {
+                return Target::Echo;
+            }
+            let mut server_pool = |MonitoredServer { server, .. }: &MonitoredServer| {
+                let name = (upstream.name.clone(), server.url.clone());
+                let is_same = |(previous, transport, _): &&(Server, TransportSettings, _)| {
+                    previous.has_same_connections(server) && *transport == upstream.transport
+                };
+                let same = previous.and_then(|previous| previous.server_pools.get(&name)).filter(is_same);
+                let server_pool = same.map_or_else(
+                    || {
+                        let active = ActiveGauge::new(registry, worker_id, &upstream.name, &server.url);
+                        let open = ConnectionGauge::new(registry, worker_id, &upstream.name, &server.url);
+                        let pool = ConnectionPool::new(server.clone(), &upstream.transport, Some(open), clock.clone());
+                        ServerPool::new(pool, active)
+                    },
+                    |(.., server_pool)| Rc::clone(server_pool),
+                );
+                server_pool.set_limits(&upstream.policy, worker_id, upstream_health.workers, total_servers);
+                server_pools.insert(name, (server.clone(), upstream.transport.clone(), Rc::clone(&server_pool)));
+                server_pool
+            };
+            let servers = &upstream_health.servers;
+            let urls: Vec<&str> = servers.iter().map(|monitored| monitored.server.url.as_str()).collect();
+            let metrics = UpstreamMetrics::new(registry, worker_id, &upstream.name, &urls);
+            let retries = RetryMetrics::new(registry, worker_id, &upstream.name);
+            let pools = servers.iter().map(&mut server_pool).collect();
+            Target::Servers(Forwarder::new(Arc::clone(upstream_health), pools, metrics, retries, clock.clone()))
+        };
+        let targets = served.config.upstreams.iter().zip(&served.upstream_health).map(&mut target).collect();
+        WorkerUpstreams { targets, server_pools }
+    }
+
+    /// Closes the idle connections to servers that `next` does not use. Requests in flight end under this view.
+    pub fn retire_servers(&self, next: &WorkerUpstreams) {
+        for (name, (.., server_pool)) in &self.server_pools {
+            if !next.server_pools.get(name).is_some_and(|(.., kept)| Rc::ptr_eq(kept, server_pool)) {
+                server_pool.pool.retire();
+            }
+        }
+    }
+}
+
+impl WorkerConfig {
+    /// Takes over the pools of `previous` whose server and transport settings are unchanged.
     pub fn new(
         worker_id: WorkerId,
         registry: &Arc<Registry>,
@@ -237,42 +296,8 @@ impl WorkerConfig {
         let deny_list = served.access.as_ref().map(|access| access.current());
         let is_entry = |id: &str| deny_list.as_ref().is_some_and(|deny| deny.list().has_entry(id));
         let denials = DenialMetrics::new(registry, worker_id, previous.map(|previous| &previous.denials), is_entry);
-        let mut server_pools = ServerPools::new();
-        let server_count = |upstream: &Upstream| match &upstream.target {
-            ConfiguredTarget::Echo => 0,
-            ConfiguredTarget::Servers(servers) => servers.len(),
-        };
-        let total_servers = served.config.upstreams.iter().map(server_count).sum();
-        let mut target = |(upstream, upstream_health): (&Upstream, &Arc<UpstreamHealth>)| match &upstream.target {
-            ConfiguredTarget::Echo => Target::Echo,
-            ConfiguredTarget::Servers(servers) => {
-                let mut server_pool = |server: &Server| {
-                    let name = (upstream.name.clone(), server.url.clone());
-                    let is_same = |(previous, transport, _): &&(Server, TransportSettings, _)| {
-                        previous.has_same_connections(server) && *transport == upstream.transport
-                    };
-                    let same = previous.and_then(|previous| previous.server_pools.get(&name)).filter(is_same);
-                    let server_pool = same.map_or_else(
-                        || {
-                            let active = ActiveGauge::new(registry, worker_id, &upstream.name, &server.url);
-                            let open = ConnectionGauge::new(registry, worker_id, &upstream.name, &server.url);
-                            let pool =
-                                ConnectionPool::new(server.clone(), &upstream.transport, Some(open), clock.clone());
-                            ServerPool::new(pool, active)
-                        },
-                        |(.., server_pool)| Rc::clone(server_pool),
-                    );
-                    server_pool.set_limits(&upstream.policy, worker_id, upstream_health.workers, total_servers);
-                    server_pools.insert(name, (server.clone(), upstream.transport.clone(), Rc::clone(&server_pool)));
-                    server_pool
-                };
-                let urls: Vec<&str> = servers.iter().map(|server| server.url.as_str()).collect();
-                let metrics = UpstreamMetrics::new(registry, worker_id, &upstream.name, &urls);
-                let retries = RetryMetrics::new(registry, worker_id, &upstream.name);
-                let pools = servers.iter().map(&mut server_pool).collect();
-                Target::Servers(Forwarder::new(Arc::clone(upstream_health), pools, metrics, retries, clock.clone()))
-            }
-        };
+        let upstreams =
+            WorkerUpstreams::new((worker_id, registry), clock, &served, previous.map(|previous| &*previous.upstreams));
         let previous_keys = previous.map(|previous| &previous.top_keys);
         let top_keys = TopKeys::new(&served.counted_rules(), clock.now().unix_ms, previous_keys);
         let config = &served.config;
@@ -286,10 +311,8 @@ impl WorkerConfig {
             denials,
             deny_list: RefCell::new(deny_list),
             unrouted_metrics: RouteMetrics::new(registry, worker_id, "", &[]),
-            targets: config.upstreams.iter().zip(&served.upstream_health).map(&mut target).collect(),
             tracer: Tracer::new(config.tracing.as_ref(), outputs.spans, || DroppedSpans::new(registry, worker_id)),
             token_cache: served.token_checker(),
-            server_pools,
         };
         WorkerConfig {
             route_metrics: served.routes.enumerate().map(route_metrics).collect(),
@@ -303,19 +326,27 @@ impl WorkerConfig {
             clients: served.clients.as_ref().map(ClientsReader::new),
             served,
             scratch: DecisionBuffers::of_worker(worker_id),
+            upstreams: Rc::new(upstreams),
             parts: Rc::new(parts),
         }
     }
 
-    /// This view with other limits of single clients, which cost a worker little: they may change often, and requests wait meanwhile.
+    /// This view with other limits of single clients or other servers, which cost a worker little: they may change often, and
+    /// requests wait meanwhile.
     pub fn with_limits(
         &self,
         worker_id: WorkerId,
-        registry: &Registry,
-        now_ms: u64,
+        registry: &Arc<Registry>,
+        clock: &Clock,
         served: Arc<ServedConfig>,
         marks: Option<&Arc<Marks>>,
     ) -> WorkerConfig {
+        let mut servers = served.upstream_health.iter().zip(&self.served.upstream_health);
+        let has_same_servers = servers.all(|(now, before)| Arc::ptr_eq(now, before));
+        let upstreams = match has_same_servers {
+            true => Rc::clone(&self.upstreams),
+            false => Rc::new(WorkerUpstreams::new((worker_id, registry), clock, &served, Some(&self.upstreams))),
+        };
         let are_counted_alike = served.rule_set.has_limit_names_of(&self.served.rule_set);
         WorkerConfig {
             route_metrics: self.route_metrics.clone(),
@@ -324,7 +355,7 @@ impl WorkerConfig {
                 false => window_metrics(registry, worker_id, &served),
             },
             policy_fields: policy_fields(&served),
-            top_keys: TopKeys::new(&served.counted_rules(), now_ms, Some(&self.top_keys)),
+            top_keys: TopKeys::new(&served.counted_rules(), clock.now().unix_ms, Some(&self.top_keys)),
             marks: marks.map(|marks| MarkReader::new(marks, DroppedMarks::new(registry, worker_id))),
             logs_requests: self.logs_requests,
             notes_requests: self.notes_requests,
@@ -332,6 +363,7 @@ impl WorkerConfig {
             clients: served.clients.as_ref().map(ClientsReader::new),
             served,
             scratch: DecisionBuffers::of_worker(worker_id),
+            upstreams,
             parts: Rc::clone(&self.parts),
         }
     }
@@ -430,18 +462,9 @@ impl WorkerConfig {
         self.scratch.borrow_mut()
     }
 
-    /// Closes the idle connections to servers that `next` does not use. Requests in flight end under this view.
-    pub fn retire_servers(&self, next: &WorkerConfig) {
-        for (name, (.., server_pool)) in &self.server_pools {
-            if !next.server_pools.get(name).is_some_and(|(.., kept)| Rc::ptr_eq(kept, server_pool)) {
-                server_pool.pool.retire();
-            }
-        }
-    }
-
     /// Closes upstream connections that have been idle for longer than `timeouts.upstream_idle`.
     pub fn close_idle_connections(&self) {
         let limit = self.served.config.timeouts.upstream_idle;
-        self.server_pools.values().for_each(|(.., server_pool)| server_pool.pool.sweep(limit));
+        self.upstreams.server_pools.values().for_each(|(.., server_pool)| server_pool.pool.sweep(limit));
     }
 }

@@ -132,14 +132,15 @@ impl WorkerState {
         let previous = self.config();
         let (id, registry, clock) = (self.worker_id, &self.registry, &self.clock);
         let config = WorkerConfig::new(id, registry, clock, served, outputs, Some(&previous));
-        previous.retire_servers(&config);
+        previous.upstreams.retire_servers(&config.upstreams);
         *self.config.borrow_mut() = Rc::new(config);
     }
 
-    /// Switches new requests to the same configuration with other limits of single clients.
+    /// Switches new requests to the same configuration with other limits of single clients or other servers.
     pub fn apply_limits(&self, served: Arc<ServedConfig>, marks: Option<&Arc<Marks>>) {
-        let now_ms = self.clock.now().unix_ms;
-        let config = self.config().with_limits(self.worker_id, &self.registry, now_ms, served, marks);
+        let previous = self.config();
+        let config = previous.with_limits(self.worker_id, &self.registry, &self.clock, served, marks);
+        previous.upstreams.retire_servers(&config.upstreams);
         *self.config.borrow_mut() = Rc::new(config);
     }
 

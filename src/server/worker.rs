@@ -32,7 +32,7 @@ pub enum WorkerCommand {
         /// Dropped once the configuration is applied.
         pending: Arc<PendingReload>,
     },
-    /// Apply the configuration with other limits of single clients.
+    /// Apply the configuration with other limits of single clients, or other servers.
     ApplyLimits {
         served: Arc<ServedConfig>,
         marks: Option<Arc<Marks>>,

@@ -69,7 +69,8 @@ struct Tls {
 
 impl Connector {
     pub fn new(server: Server, transport: &TransportSettings, clock: Clock) -> Connector {
-        let resolver = Resolver::new(&server.host, server.port, transport.resolve, clock);
+        let dns_servers = transport.dns_servers.clone();
+        let resolver = Resolver::new(&server.host, server.port, transport.resolve, dns_servers, clock);
         let tls = transport.tls.as_ref().filter(|_| server.scheme == Scheme::Https).map(|tls| {
             let protocols: &[&[u8]] = match transport.protocol {
                 UpstreamProtocol::Auto => &[HTTP_2, HTTP_1],

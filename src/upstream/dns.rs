@@ -1,4 +1,5 @@
-//! The addresses of one server, resolved by the system's resolver on a thread of its own.
+//! The addresses of one server, resolved by the system's resolver on a thread of its own, or by DNS servers that the upstream
+//! names.
 //!
 //! A name is resolved again when its addresses are older than their lifetime. New connections use current addresses
 //! only, and connections to removed addresses are not reused. If resolution fails, the last known addresses stay valid:
@@ -15,6 +16,8 @@ use tokio::net::lookup_host;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
+use super::dns_client;
+use super::dns_message::{Record, RecordType};
 use transom_runtime::clock::Clock;
 
 /// How long a connection waits for a look-up after a failure. A slow resolver does not delay the use of known addresses, or of
@@ -41,11 +44,13 @@ pub struct Resolver {
     generation: Cell<u32>,
     /// How long known addresses are valid.
     lifetime: Duration,
+    /// Empty: the system's resolver is used.
+    dns_servers: Vec<SocketAddr>,
     clock: Clock,
 }
 
 impl Resolver {
-    pub fn new(host: &str, port: u16, lifetime: Duration, clock: Clock) -> Rc<Resolver> {
+    pub fn new(host: &str, port: u16, lifetime: Duration, dns_servers: Vec<SocketAddr>, clock: Clock) -> Rc<Resolver> {
         let address = host.parse::<IpAddr>().ok().map(|ip| SocketAddr::new(ip, port));
         Rc::new(Resolver {
             host: host.to_owned(),
@@ -59,6 +64,7 @@ impl Resolver {
             next_address: Cell::new(0),
             generation: Cell::new(0),
             lifetime,
+            dns_servers,
             clock,
         })
     }
@@ -133,9 +139,28 @@ impl Resolver {
     async fn look_up(&self) -> io::Result<()> {
         // Set first, so that concurrent requests do not resolve the name too.
         self.looked_up_at.set(Some(self.clock.instant()));
-        let found = lookup_host((self.host.as_str(), self.port)).await.map(Iterator::collect);
+        let found = match self.dns_servers.as_slice() {
+            [] => lookup_host((self.host.as_str(), self.port)).await.map(Iterator::collect),
+            // Boxed, because few upstreams need this.
+            servers => Box::pin(self.ask(servers)).await,
+        };
         self.look_ups.update(|look_ups| look_ups + 1);
         self.update(found)
+    }
+
+    /// The addresses of both families, from DNS servers.
+    async fn ask(&self, servers: &[SocketAddr]) -> io::Result<Vec<SocketAddr>> {
+        let ask = |record_type| dns_client::look_up(servers, &self.host, record_type);
+        let (a, aaaa) = tokio::join!(ask(RecordType::A), ask(RecordType::Aaaa));
+        let records = match (a, aaaa) {
+            (Err(error), Err(_)) => return Err(io::Error::other(error.to_string())),
+            (a, aaaa) => [a, aaaa].into_iter().flatten().flat_map(|found| found.records),
+        };
+        let address = |record| match record {
+            Record::Address(ip) => Some(SocketAddr::new(ip, self.port)),
+            Record::Service(_) => None,
+        };
+        Ok(records.filter_map(address).collect())
     }
 
     fn update(&self, result: io::Result<Vec<SocketAddr>>) -> io::Result<()> {
@@ -175,7 +200,7 @@ mod tests {
     }
 
     fn resolver() -> Rc<Resolver> {
-        Resolver::new("api.internal", 80, Duration::from_secs(30), Clock::manual(0))
+        Resolver::new("api.internal", 80, Duration::from_secs(30), Vec::new(), Clock::manual(0))
     }
 
     #[test]
@@ -204,7 +229,7 @@ mod tests {
 
     #[test]
     fn a_literal_address_is_never_looked_up() {
-        let resolver = Resolver::new("::1", 80, Duration::from_secs(30), Clock::manual(0));
+        let resolver = Resolver::new("::1", 80, Duration::from_secs(30), Vec::new(), Clock::manual(0));
         assert!(!resolver.is_stale() && resolver.contains(&address("[::1]:80")));
         resolver.mark_suspect();
         assert!(!resolver.is_stale() && !resolver.is_suspect.get());

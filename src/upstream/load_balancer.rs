@@ -410,6 +410,7 @@ mod tests {
             host: HostField::Keep,
             tls: None,
             resolve: Duration::from_secs(1),
+            dns_servers: Vec::new(),
         };
         let ejection = Ejection { failures: 3, time: Duration::from_secs(1), ..Ejection::default() };
         let policy = UpstreamPolicy {

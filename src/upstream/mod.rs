@@ -1,6 +1,7 @@
 //! Upstream servers: connections to them, load balancing, health, retries, and the bodies in both directions.
 //!
 //! `forward` sends one request (`attempt_log`): `load_balancer` chooses a server by `server_health`, `pool` provides a `connection`,
+//! `dns` resolves the names of servers, `service_records` follows the services of which servers are found, both by `dns_client`.
 //! `retry_budget` and `request_limit` bound retries and load, `health_check` probes servers. Every worker has its own
 //! connections and load balancer; health and request limits are shared.
 //!
@@ -16,6 +17,8 @@ pub mod attempt_log;
 pub mod connect;
 pub mod connection;
 pub mod dns;
+pub mod dns_client;
+pub mod dns_message;
 pub mod echo;
 pub mod forward;
 pub mod health_check;
@@ -28,4 +31,5 @@ pub mod request_limit;
 pub mod response_body;
 pub mod retry_budget;
 pub mod server_health;
+pub mod service_records;
 pub mod tunnel;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::request_limit::RequestLimit;
-use transom_config::upstream::{Ejection, Server, Target, TransportSettings, Upstream, UpstreamPolicy};
+use transom_config::upstream::{Ejection, Server, ServiceSource, Target, TransportSettings, Upstream, UpstreamPolicy};
 use transom_config::{Config, ServerId};
 use transom_limiter::handles::IdVec;
 use transom_runtime::metrics::Registry;
@@ -97,8 +97,10 @@ pub enum AttemptResult {
 }
 
 /// The health of every upstream of a configuration; built-in upstreams have no servers. The state in `former` continues.
+/// `service`: the servers that a service record lists.
 pub fn build_upstream_health(
     config: &Config,
+    service: impl Fn(&ServiceSource) -> IdVec<ServerId, Server>,
     former: &[Arc<UpstreamHealth>],
     registry: &Registry,
     workers: usize,
@@ -106,6 +108,10 @@ pub fn build_upstream_health(
 ) -> Vec<Arc<UpstreamHealth>> {
     let health_of = |upstream: &Upstream| {
         let previous = former.iter().find(|upstream_health| upstream_health.name == upstream.name);
+        let upstream = match &upstream.target {
+            Target::Service(source) => &Upstream { target: Target::Servers(service(source)), ..upstream.clone() },
+            Target::Echo | Target::Servers(_) => upstream,
+        };
         Arc::new(UpstreamHealth::new(upstream, previous, registry, workers, now))
     };
     config.upstreams.iter().map(health_of).collect()
@@ -121,7 +127,7 @@ impl UpstreamHealth {
     ) -> UpstreamHealth {
         let servers = match &upstream.target {
             Target::Servers(servers) => servers.as_slice(),
-            Target::Echo => &[],
+            Target::Echo | Target::Service(_) => &[],
         };
         let shared = previous.map_or_else(|| Arc::new(SharedState::new(now)), |previous| Arc::clone(&previous.shared));
         let request_limit = previous.map_or_else(Arc::default, |previous| Arc::clone(&previous.request_limit));
@@ -483,8 +489,13 @@ mod tests {
         };
         let policy = UpstreamPolicy { ejection: Some(ejection), slow_start: 100 * MS, ..UpstreamPolicy::default() };
         let servers = (1..=count).map(server).collect();
-        let transport =
-            TransportSettings { protocol: UpstreamProtocol::Http1, host: HostField::Keep, tls: None, resolve: MS };
+        let transport = TransportSettings {
+            protocol: UpstreamProtocol::Http1,
+            host: HostField::Keep,
+            tls: None,
+            resolve: MS,
+            dns_servers: Vec::new(),
+        };
         let upstream = Upstream { name: "u".to_owned(), target: Target::Servers(servers), transport, policy };
         Arc::new(UpstreamHealth::new(&upstream, previous, &Registry::default(), 1, now))
     }

@@ -285,6 +285,7 @@ fn prometheus_accepts_the_metrics_of_every_part() {
              jwks_url = \"http://{}/keys\"\n\
              [upstreams.u]\nservers = [\"http://{}\"]\nmax_connections = 8\nmax_pending = 8\n\
              health = {{ path = \"/health\" }}\n\
+             [upstreams.s]\nservers = \"srv://api.test\"\ndns_servers = \"127.0.0.1:{receiver}\"\n\
              [rules.shared]\nkey = \"header:x-api-key\"\non_missing_key = \"ip\"\nwindows = [\"9/hour\", \"5/minute\"]\n\
              [rules.shared.plans.gold]\nwindows = [\"90/hour\"]\n\
              [rules.local]\nkey = \"jwt:sub\"\non_missing_key = \"ip\"\nwindows = [\"3/hour\"]\nshared = \"off\"\n\

@@ -109,6 +109,7 @@ mod retries;
 mod routing;
 mod schema;
 mod servers_file;
+mod service_records;
 mod shared_clients;
 mod shared_cluster;
 mod shared_costs;

@@ -1,24 +1,22 @@
 //! `servers_file`: the gateway follows the list, and a change loses no request.
 
 use std::fs;
+use std::net::SocketAddr;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
 
+use crate::support::moving_load::{Load, changes, numbered};
 use crate::support::process::{BINARY, Process};
 use crate::support::upstream::Upstream;
 use crate::support::{TempDir, eventually};
 
 /// Changes of the list under load. `make moves` makes more.
 const CHANGES: usize = 20;
-
-/// Between two requests of a client.
-const PAUSE: Duration = Duration::from_millis(2);
 
 const FILE: &str = "servers.toml";
 const CONFIG: &str = "[upstreams.u]\nservers_file = \"servers.toml\"\nretries = false\n\
@@ -33,13 +31,6 @@ fn spawn(settings: &str, servers: &str) -> Process {
     let scratch = TempDir::new();
     scratch.write(FILE, servers);
     Process::spawn_command(Command::new(BINARY), &format!("{settings}{CONFIG}"), scratch)
-}
-
-/// A server that responds with its name.
-fn named(name: usize) -> Upstream {
-    Upstream::with_script(move |connection| {
-        while connection.read_request().is_some() && connection.reply(200, &[], name.to_string().as_bytes()) {}
-    })
 }
 
 #[test]
@@ -58,7 +49,7 @@ fn the_list_of_a_file_is_followed() {
             is_closed.store(true, Ordering::SeqCst);
         }
     });
-    let second = named(2);
+    let second = numbered(SocketAddr::from(([127, 0, 0, 1], 0)), 2);
     let gateway = spawn("workers = 1\n", &list(&[&first]));
     assert_eq!(gateway.get("/a").expect(200).text(), "first");
     // A second connection, which is idle at the change.
@@ -103,7 +94,7 @@ fn the_list_of_a_file_is_followed() {
     fs::rename(folder.join("link"), folder.join(FILE)).unwrap();
     gateway.wait_for_reloads("applied", 3);
     eventually("the server is back", || gateway.get("/a").status == 200);
-    let (connections, third) = (second.connections(), named(3));
+    let (connections, third) = (second.connections(), numbered(SocketAddr::from(([127, 0, 0, 1], 0)), 3));
     publish("..version2", &list(&[&second, &third]));
     gateway.wait_for_reloads("applied", 4);
     let mut client = gateway.client();
@@ -119,45 +110,20 @@ fn the_list_of_a_file_is_followed() {
     assert!(requests(&second) > 0 && requests(&third) > 0);
 }
 
-/// Every change replaces the only server, which ends when each client has got a response from the next.
+/// Every change replaces the only server, which ends when each client has got a response of the next.
 #[test]
 fn moves_of_a_server_in_a_file_lose_no_request() {
-    let changes = std::env::var("TRANSOM_MOVES").map_or(CHANGES, |changes| changes.parse().unwrap());
-    let mut current = named(0);
+    let (changes, anywhere) = (changes(CHANGES), SocketAddr::from(([127, 0, 0, 1], 0)));
+    let mut current = numbered(anywhere, 0);
     let gateway = spawn("workers = 2\n", &list(&[&current]));
-    let stop = Arc::new(AtomicBool::new(false));
-    let last: Vec<Arc<AtomicUsize>> = (0..4).map(|_| Arc::default()).collect();
-    let clients: Vec<_> = (last.iter().cloned().enumerate())
-        .map(|(number, last)| {
-            let (mut client, stop) = (gateway.client(), Arc::clone(&stop));
-            thread::spawn(move || {
-                let (mut sent, mut lost) = (0, 0);
-                while !stop.load(Ordering::SeqCst) {
-                    let response = if number % 2 == 0 { client.get("/a") } else { client.post("/a", "body") };
-                    sent += 1;
-                    thread::sleep(PAUSE);
-                    match response.status {
-                        200 => last.store(response.text().parse().unwrap(), Ordering::SeqCst),
-                        _ => lost += 1,
-                    }
-                }
-                (sent, lost)
-            })
-        })
-        .collect();
+    let load = Load::start(&gateway, true);
     for change in 1..=changes {
-        let next = named(change);
+        let next = numbered(anywhere, change);
         gateway.replace_file(FILE, &list(&[&next]));
         // The gateway looks once a second.
         gateway.signal("HUP");
-        eventually("all clients get responses of the next server", || {
-            last.iter().all(|last| last.load(Ordering::SeqCst) == change)
-        });
+        load.wait_for(change);
         drop(std::mem::replace(&mut current, next));
     }
-    stop.store(true, Ordering::SeqCst);
-    let results: Vec<(usize, usize)> = clients.into_iter().map(|client| client.join().unwrap()).collect();
-    let (sent, lost) = results.iter().fold((0, 0), |sums, result| (sums.0 + result.0, sums.1 + result.1));
-    println!("{changes} changes of the file, {sent} requests, {lost} lost");
-    assert_eq!(lost, 0, "of {sent} requests");
+    load.finish(changes, "servers file");
 }

@@ -5,8 +5,8 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use super::diagnostics::{Parsed, Report, quoted};
 use super::toml_reader::{Item, SpannedStr};
 
-pub const SERVICE_FIX: &str =
-    "write the hosts and ports that the record lists, each as a server: service records are not looked up";
+const SERVICE_FIX: &str =
+    "write the hosts and ports that the record lists; only `servers` of an upstream can be `\"srv://NAME\"`";
 /// The longest path of a Unix socket on Linux.
 const SOCKET_PATH_MAX_BYTES: usize = 107;
 
@@ -83,7 +83,7 @@ fn normalize_host(text: &str) -> Result<String, String> {
 }
 
 /// Whether a text is a DNS name. Underscores are allowed, as container networks use them.
-fn is_name(text: &str) -> bool {
+pub fn is_name(text: &str) -> bool {
     let label = |label: &str| {
         (1..=63).contains(&label.len()) && label.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
     };

@@ -3,15 +3,17 @@
 //! A server is a URL with scheme, host and port, or the path of a Unix socket. A URL has no path: the request
 //! determines the path. This file resolves no names and opens no connections.
 
+use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use http::uri::PathAndQuery;
+use rustls::pki_types::ServerName;
 use toml::de::DeValue;
 
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, suggest_ca};
 use super::diagnostics::{Parsed, Report, quoted, quoted_list};
-use super::host::{SERVICE_FIX, parse_authority, parse_socket_path};
+use super::host::{is_name, parse_authority, parse_socket_path};
 use super::key;
 use super::key_kind::{KINDS, KeyKind};
 use super::named_file::read_named_file;
@@ -33,6 +35,9 @@ const SERVERS_EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
 const SERVER_FIX: &str = "write `{ url = \"http://127.0.0.1:9001\", weight = 3 }`";
 /// In messages.
 const SERVERS_FILE: &str = "the servers file";
+const SERVICE_EXAMPLE: &str = "\"srv://_http._tcp.api.internal\"";
+const DNS_SERVER_EXAMPLE: &str = "\"127.0.0.1:8600\"";
+const DNS_PORT: u16 = 53;
 const NEW_SERVERS_FILE: &str = "echo 'servers = []' > servers.toml";
 const HASH_EXAMPLE: &str = "{ hash = \"ip\" }";
 const CAUSES: [&str; 3] = ["connect-failure", "reset", "timeout"];
@@ -51,6 +56,37 @@ pub enum Target {
     /// Built in: responds with the request that it received.
     Echo,
     Servers(IdVec<ServerId, Server>),
+    /// The servers that a service record lists.
+    Service(ServiceSource),
+}
+
+/// A service record (SRV, RFC 2782), and how it is looked up.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct ServiceSource {
+    pub name: String,
+    /// Of the servers.
+    pub scheme: Scheme,
+    /// Empty: those of the system.
+    pub dns_servers: Vec<SocketAddr>,
+    /// How long an answer is used at most.
+    pub resolve: Duration,
+}
+
+impl ServiceSource {
+    /// A server that the record lists. `None`: its name is not valid.
+    pub fn server(&self, host: &str, port: u16, weight: u32, priority: u16) -> Option<Server> {
+        let scheme = if self.scheme == Scheme::Https { "https" } else { "http" };
+        let authority = format!("{host}:{port}");
+        let (host, port) = parse_authority(&authority, &authority, (scheme, 0)).ok()?;
+        Some(Server { url: format!("{scheme}://{authority}"), scheme: self.scheme, host, port, weight, priority })
+    }
+
+    /// The name that the certificates of the servers must have: that of the record, without the service and the protocol. The
+    /// names that the record lists come from DNS, which may be forged (RFC 9525, section 6.1).
+    fn server_name(&self) -> Option<ServerName<'static>> {
+        let labels: Vec<&str> = self.name.split('.').skip_while(|label| label.starts_with('_')).collect();
+        ServerName::try_from(labels.join(".")).ok()
+    }
 }
 
 /// One server of an upstream.
@@ -65,7 +101,7 @@ pub struct Server {
     pub port: u16,
     /// Share of the requests, relative to the other servers; at least 1.
     pub weight: u32,
-    /// The server is used only while no server with a smaller number is available. 0, or `BACKUP_PRIORITY`.
+    /// The server is used only while no server with a smaller number is available. 0 is the smallest.
     pub priority: u16,
 }
 
@@ -108,7 +144,7 @@ impl Server {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Scheme {
     Http,
     Https,
@@ -124,6 +160,8 @@ pub struct TransportSettings {
     pub tls: Option<ClientTls>,
     /// How long resolved addresses are used before the name is resolved again.
     pub resolve: Duration,
+    /// Servers that resolve the names of the servers; empty: the system's resolver.
+    pub dns_servers: Vec<SocketAddr>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -147,7 +185,8 @@ settings! {
     pub struct ServerSettings {
         /// `"http://HOST[:PORT]"`, `"https://HOST[:PORT]"`, `"unix:/PATH/OF/SOCKET"`. `weight` (default 1): share of the
         /// requests, relative to the other servers. `backup = true`: [only while no other server is
-        /// available](#back-up-servers). Required, unless `servers_file` or `builtin` is set.
+        /// available](#back-up-servers). `"srv://NAME"`, `"srv+https://NAME"`: [those of a service
+        /// record](#servers-of-a-service-record). Required, unless `servers_file` or `builtin` is set.
         servers: Option<IdVec<ServerId, Server>> = Optional(Custom::or_empty(
             || Shape::OneOrList(Box::new(Shape::described(
                 "URL, `{ url = URL, weight = 1 to 1000, backup = true }`,",
@@ -173,8 +212,21 @@ settings! {
             shape: || Shape::AnyOf(vec![Shape::Words(vec!["keep", "server"]), Shape::Text("a name")]),
             read: read_host_field,
         };
-        /// How long resolved addresses of a name are used.
+        /// How long resolved addresses of a name are used. An answer with a service record is used for its time to live, but not
+        /// longer.
         resolve: Duration = Time(30 * SECOND, 1000..=DAY_MS);
+        /// DNS servers that resolve the names of `servers`, in this order. Without it: names by the system's resolver, service
+        /// records by the name servers of `/etc/resolv.conf`.
+        dns_servers: Vec<SocketAddr> = Custom::or_empty(
+            || Shape::one_or_list("`IP` or `IP:PORT`"),
+            |item, report| {
+                let words = item.strings(DNS_SERVER_EXAMPLE, report)?;
+                words
+                    .iter()
+                    .map(|word| report.accept(word.span.clone(), parse_dns_server(word.text)))
+                    .collect::<Option<Vec<_>>>()
+            },
+        );
         /// [TLS to the servers](#tls-to-upstreams), for `https`.
         tls: Option<ClientTlsSettings> = Optional(Inline::<ClientTlsSettings>::or("write `tls = { ca = \"FILE\" }`"));
     }
@@ -196,12 +248,14 @@ pub fn read_upstreams(item: Option<Item>, report: &mut Report) -> Definitions<Up
     let mut roots = SystemRoots::default();
     Definitions::read(item, report, |name, table, report| {
         let read = table.map(|table| read_upstream(table, &mut roots, report));
-        let (ServerSettings { servers, protocol, host, resolve, .. }, tls, policy) = read.unwrap_or_default();
+        let (settings, service, tls, policy) = read.unwrap_or_default();
+        let ServerSettings { servers, protocol, host, resolve, dns_servers, .. } = settings;
+        let target = service.map(Target::Service).or(servers.map(Target::Servers));
         Upstream {
             name: name.to_owned(),
-            target: servers.map_or(Target::Echo, Target::Servers),
+            target: target.unwrap_or(Target::Echo),
             policy,
-            transport: TransportSettings { protocol, host, tls, resolve },
+            transport: TransportSettings { protocol, host, tls, resolve, dns_servers },
         }
     })
 }
@@ -210,7 +264,7 @@ fn read_upstream(
     mut table: Table,
     roots: &mut SystemRoots,
     report: &mut Report,
-) -> (ServerSettings, Option<ClientTls>, UpstreamPolicy) {
+) -> (ServerSettings, Option<ServiceSource>, Option<ClientTls>, UpstreamPolicy) {
     let span = table.span.clone();
     let mut settings = ServerSettings::read(&mut table, report);
     let policy = UpstreamPolicy::read(&mut table, report);
@@ -231,6 +285,13 @@ fn read_upstream(
         settings.servers =
             read_named_file(file, SERVERS_FILE, NEW_SERVERS_FILE, report, read).and_then(|(_, list)| list);
     }
+    let service = servers.as_ref().and_then(service_record);
+    let service = service.filter(|_| settings.servers.is_some()).map(|(scheme, name)| ServiceSource {
+        name: name.to_owned(),
+        scheme,
+        dns_servers: settings.dns_servers.clone(),
+        resolve: settings.resolve,
+    });
     match (builtin, servers.or(file)) {
         (None, None) if is_misspelled => {}
         (None, None) => {
@@ -244,7 +305,7 @@ fn read_upstream(
             report.missing(builtin.key_span, message, "remove this line to use the servers");
         }
         (Some(_), None) => {
-            let keys = [&["protocol", "host", "resolve", "tls"], UpstreamPolicy::KEYS].concat();
+            let keys = [&["protocol", "host", "resolve", "dns_servers", "tls"], UpstreamPolicy::KEYS].concat();
             for item in given.into_iter().filter(|item| keys.contains(&item.key)) {
                 let message = format!("`{}` has no effect: the upstream has no `servers`", item.key);
                 report.missing(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
@@ -252,22 +313,48 @@ fn read_upstream(
         }
         (None, Some(item)) => {
             // Servers that cannot be read may have been meant to use https.
-            let uses_https =
-                |servers: &IdVec<ServerId, Server>| servers.iter().any(|server| server.scheme == Scheme::Https);
+            let is_secure_service = service.as_ref().is_some_and(|service| service.scheme == Scheme::Https);
+            let uses_https = |servers: &IdVec<ServerId, Server>| {
+                is_secure_service || servers.iter().any(|server| server.scheme == Scheme::Https)
+            };
             match (settings.servers.as_ref().map(uses_https), tls) {
                 (Some(false), Some(tls)) if !is_file => {
                     let message = "`tls` has no effect: no server uses `https`";
-                    report.missing(tls.key_span, message, "remove it, or write `https://` in `servers`");
+                    let https = if service.is_some() { "srv+https://" } else { "https://" };
+                    report.missing(tls.key_span, message, format!("remove it, or write `{https}` in `servers`"));
                 }
                 (Some(false) | None, None) => {}
                 (_, tls) => {
-                    let own = settings.tls.clone().unwrap_or_default();
+                    let mut own = settings.tls.clone().unwrap_or_default();
+                    own.server_name = own.server_name.or_else(|| service.as_ref()?.server_name());
                     client_tls = ClientTls::new(&own, tls.map_or(item.span, |tls| tls.span), roots, report);
                 }
             }
         }
     }
-    (settings, client_tls, policy)
+    (settings, service, client_tls, policy)
+}
+
+/// The scheme of the servers and the name, if a URL is that of a service record.
+fn split_service(url: &str) -> Option<(Scheme, &str)> {
+    let plain = url.strip_prefix("srv://").map(|name| (Scheme::Http, name));
+    plain.or_else(|| url.strip_prefix("srv+https://").map(|name| (Scheme::Https, name)))
+}
+
+/// The service record that `servers` consists of.
+fn service_record<'d>(item: &Item<'d>) -> Option<(Scheme, &'d str)> {
+    match item.one_or_all().as_slice() {
+        [Item { value: DeValue::String(url), .. }] => split_service(url),
+        _ => None,
+    }
+}
+
+/// Parses an address with a port; without one, the port is 53.
+pub fn parse_dns_server(text: &str) -> Parsed<SocketAddr> {
+    let with_port = || text.parse().ok().filter(|server: &SocketAddr| server.port() != 0);
+    text.parse::<IpAddr>().ok().map(|ip| (ip, DNS_PORT).into()).or_else(with_port).ok_or_else(|| {
+        (format!("{} is not the address of a DNS server", quoted(text)), format!("write `{DNS_SERVER_EXAMPLE}`"))
+    })
 }
 
 /// Reads servers: each is a URL, or a table with `url`. Only a list that changes `may_be_empty`.
@@ -277,6 +364,13 @@ fn read_servers(item: &Item, report: &mut Report, may_be_empty: bool) -> Option<
         report.problem(item.span.clone(), "`servers` is an empty list", item.fix_with(SERVERS_EXAMPLE));
     }
     let mut servers: IdVec<ServerId, Server> = IdVec::new();
+    if let (Some((_, name)), false) = (service_record(item), may_be_empty) {
+        if !is_name(name.strip_suffix('.').unwrap_or(name)) {
+            let message = format!("{} is not the name of a service record (SRV)", quoted(name));
+            return report.reject(item.span.clone(), message, format!("write `servers = {SERVICE_EXAMPLE}`"));
+        }
+        return Some(servers);
+    }
     for item in items {
         let server = match item.value {
             DeValue::Table(_) => {
@@ -319,9 +413,11 @@ fn parse_server_url(url: &str) -> Parsed<(Scheme, String, u16)> {
         }
         Some((scheme, rest)) => match scheme.to_ascii_lowercase().as_str() {
             scheme @ ("http" | "https") => invalid("is not a server URL", scheme, rest),
-            "srv" | "http+srv" | "dns+srv" | "dnssrv" => {
-                Err((format!("{} names a service record (SRV)", quoted(url)), SERVICE_FIX.to_owned()))
+            "srv" | "srv+https" => {
+                let fix = format!("a service record is the only server: write `servers = {SERVICE_EXAMPLE}`");
+                Err((format!("{} is one of several servers", quoted(url)), fix))
             }
+            "http+srv" | "dns+srv" | "dnssrv" => invalid("has a scheme that is not supported", "srv", rest),
             scheme @ ("grpc" | "h2c" | "grpcs" | "h2") => {
                 let http = if scheme.ends_with('c') { "http" } else { "https" };
                 let fix = format!("write `\"{http}://{rest}\"`, and `protocol = \"http2\"`");

@@ -157,6 +157,7 @@ pub static NAMES: &[&Metric] = &[
     &upstream::EJECTIONS,
     &upstream::CHECKS,
     &upstream::RETRIES,
+    &upstream::SERVICE_LOOKUPS,
     &upstream::REFUSED,
     &CONNECTIONS,
     &ACCEPTED,

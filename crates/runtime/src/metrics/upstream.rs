@@ -21,6 +21,8 @@ pub static EJECTIONS: Metric =
 pub static CHECKS: Metric = counter("transom_upstream_health_checks_total", "Active health checks.");
 pub static RETRIES: Metric =
     counter("transom_upstream_retries_total", "Retries that were made, and those that the retry budget prevented.");
+pub static SERVICE_LOOKUPS: Metric =
+    counter("transom_upstream_service_lookups_total", "Look-ups of the service records that list servers.");
 pub static REFUSED: Metric = counter("transom_upstream_refused_total", "Requests refused by a limit of the upstream.");
 
 /// Health metrics of one server, shared by all workers. Written under a lock or by one thread.
@@ -69,6 +71,25 @@ impl ServerMetrics {
 fn set(gauge: &MetricCell, value: bool) {
     gauge.sub(gauge.get());
     gauge.add(u64::from(value));
+}
+
+/// Look-ups of one service record.
+#[derive(Debug)]
+pub struct ServiceMetrics {
+    found: Arc<MetricCell>,
+    failed: Arc<MetricCell>,
+}
+
+impl ServiceMetrics {
+    pub fn new(registry: &Registry, service: &str) -> ServiceMetrics {
+        let cell =
+            |outcome| registry.cell(&SERVICE_LOOKUPS, WorkerId::PROCESS, &[("service", service), ("outcome", outcome)]);
+        ServiceMetrics { found: cell("found"), failed: cell("failed") }
+    }
+
+    pub fn looked_up(&self, is_found: bool) {
+        if is_found { self.found.add(1) } else { self.failed.add(1) }
+    }
 }
 
 /// Requests in flight from one worker to one server.
