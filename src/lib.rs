@@ -10,13 +10,14 @@
 //! | --- | --- |
 //! | process | [`cli`], [`server`], [`admin`], [`explain`] |
 //! | requests | [`downstream`], [`ratelimit_service`], [`proxy`], [`decision`], [`spans`], [`access_log`], [`key_set_fetcher`], [`notify`], [`upstream`] |
-//! | files | [`access_file`], [`persistence`], [`shared_data`] |
+//! | files | [`access_file`], [`acme`], [`persistence`], [`shared_data`] |
 //! | basics | [`atomic_file`], [`file_watch`], [`http1_stream`], [`informational`], [`io_stream`], [`timer`], [`toml_comments`] |
 //!
 //! A request passes `downstream::http1` or `downstream::http2`, then `proxy`, then `upstream`.
 
 pub mod access_file;
 pub mod access_log;
+pub mod acme;
 pub mod admin;
 pub mod atomic_file;
 pub mod cli;

@@ -40,6 +40,7 @@ use crate::upstream::server_health::{self, UpstreamHealth};
 use crate::upstream::service_records::{self, KnownServices};
 use client_limits::{CompiledLimits, LimitsState};
 use error::{ReloadError, StartError};
+use ordered_certificates::OrderedCertificates;
 use shared_clients::SharedClients;
 use shared_deny::SharedDeny;
 use transom_config::clients;
@@ -69,6 +70,7 @@ use worker::{DrainTimes, WorkerCommand};
 
 pub mod client_limits;
 pub mod error;
+mod ordered_certificates;
 mod shared_clients;
 mod shared_deny;
 mod worker;
@@ -149,6 +151,8 @@ pub struct Gateway {
     key_set: Option<KeySetThread>,
     /// Number of the threads that fetched a key set so far.
     key_set_threads: usize,
+    /// Orders certificates over ACME.
+    ordered_certificates: OrderedCertificates,
     clock: Clock,
     /// Whether the last check found that window time and wall clock differ.
     is_clock_off: bool,
@@ -261,7 +265,9 @@ impl Gateway {
         let counters = Arc::new(counters);
         let registry = Arc::new(Registry::new(&config.metrics.request_buckets));
         raise_descriptor_limit();
-        let listener_config = ListenerConfig::new(&config.listen, None).map_err(StartError::Tls)?;
+        let ordered = OrderedCertificates::default();
+        let live_certificates = ordered.live(&config.listen);
+        let listener_config = ListenerConfig::new(&config.listen, &live_certificates, None).map_err(StartError::Tls)?;
         let opened = Listeners::open(&config.listen, workers, &mut inherited)
             .map_err(|(address, source)| StartError::Listen { address, source })?;
         let mut gateway = Gateway {
@@ -299,6 +305,7 @@ impl Gateway {
             limits_changed: Arc::default(),
             key_set: None,
             key_set_threads: 0,
+            ordered_certificates: ordered,
             clock: clock.clone(),
             is_clock_off: false,
             workers,
@@ -325,6 +332,8 @@ impl Gateway {
         let upstream_health = gateway.update_upstream_health(&config);
         gateway.start_health_checks(&upstream_health)?;
         let published_keys = gateway.fetch_key_set(&config, former.key_set)?;
+        let (registry, clock_of_orders) = (Arc::clone(&gateway.registry), gateway.clock.clone());
+        gateway.ordered_certificates.use_orders(&config, live_certificates, &registry, &clock_of_orders)?;
         gateway.follow_shared_deny(&config)?;
         let limits_changed = &gateway.limits_changed;
         gateway.shared_clients = SharedClients::start(&config, &clock, &gateway.registry, limits_changed)?;
@@ -335,7 +344,8 @@ impl Gateway {
         gateway.limits_state = limits_state;
         let now_ms = clock.wall_ms();
         let clients = gateway.shared_clients.as_mut().and_then(|shared| shared.live(&config, now_ms));
-        let live = LiveData { clients, published_keys, now_ms, ..LiveData::default() };
+        let challenges = Arc::clone(&gateway.ordered_certificates.challenges);
+        let live = LiveData { clients, published_keys, challenges, now_ms, ..LiveData::default() };
         let served = ServedConfig::new(config, counters.seed, rule_set, upstream_health, live);
         gateway.shared_deny.iter().for_each(|shared| shared.serve(&served));
         gateway.served = Some(Arc::clone(&served));
@@ -500,8 +510,10 @@ impl Gateway {
             return Err(ReloadError::ChangedCounters(changed));
         }
         let changed_rules = former.map(|former| rule_set.changes_since(former));
-        let listener_config = ListenerConfig::new(&config.listen, Some((&self.config.listen, &self.listener_config)))
-            .map_err(ReloadError::Tls)?;
+        let live_certificates = self.ordered_certificates.live(&config.listen);
+        let previous = Some((&self.config.listen, &*self.listener_config));
+        let listener_config =
+            ListenerConfig::new(&config.listen, &live_certificates, previous).map_err(ReloadError::Tls)?;
         audit_log::check(&config.admin).map_err(ReloadError::AuditLog)?;
         self.outputs = RecordOutputs {
             access_log: self.open_access_log(&config).map_err(ReloadError::AccessLog)?,
@@ -511,6 +523,9 @@ impl Gateway {
         };
         let published_keys = self.fetch_key_set(&config, None).map_err(ReloadError::KeySet)?;
         self.follow_shared_deny(&config).map_err(ReloadError::SharedDeny)?;
+        self.ordered_certificates
+            .use_orders(&config, live_certificates, &self.registry, &self.clock)
+            .map_err(ReloadError::Acme)?;
         if let Some(keys) = &published_keys {
             // A gateway that serves stays ready.
             keys.set_tried();
@@ -542,7 +557,8 @@ impl Gateway {
         let now_ms = self.clock.wall_ms();
         let clients = self.shared_clients.as_mut().and_then(|shared| shared.live(&config, now_ms));
         let learnt = self.served.as_ref().map(|served| served.learnt_rules()).unwrap_or_default();
-        let live = LiveData { clients, published_keys, access: None, learnt, now_ms };
+        let challenges = Arc::clone(&self.ordered_certificates.challenges);
+        let live = LiveData { clients, published_keys, access: None, challenges, learnt, now_ms };
         let served = ServedConfig::new(config, self.counters.seed, rule_set, upstream_health, live);
         self.shared_deny.iter().for_each(|shared| shared.serve(&served));
         self.serve(&served, self.clock.wall_ms());
@@ -705,6 +721,8 @@ impl Gateway {
     fn shut_down(mut self, times: DrainTimes) {
         // Clients can connect to a socket as long as one of its descriptors is open.
         self.sockets.clear();
+        // The process that takes over orders from now on.
+        std::mem::take(&mut self.ordered_certificates).finish();
         self.send_to_workers(|| WorkerCommand::Drain(times));
         for thread in self.worker_threads.drain(..) {
             join(thread);

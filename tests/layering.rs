@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// Every module of the gateway, from the top layer to the bottom, with the modules of the gateway that it may use. A module uses only
 /// modules below it in this list, so there are no cycles.
-const MODULES: [(&str, &[&str]); 23] = [
+const MODULES: [(&str, &[&str]); 24] = [
     (
         "cli",
         &[
@@ -31,6 +31,7 @@ const MODULES: [(&str, &[&str]); 23] = [
         "server",
         &[
             "access_log",
+            "acme",
             "admin",
             "downstream",
             "key_set_fetcher",
@@ -44,9 +45,13 @@ const MODULES: [(&str, &[&str]); 23] = [
     ),
     ("admin", &["access_file", "decision", "explain", "notify", "persistence", "proxy", "shared_data", "upstream"]),
     ("explain", &["decision", "proxy"]),
-    ("downstream", &["http1_stream", "informational", "io_stream", "proxy", "ratelimit_service", "timer", "upstream"]),
+    (
+        "downstream",
+        &["acme", "http1_stream", "informational", "io_stream", "proxy", "ratelimit_service", "timer", "upstream"],
+    ),
     ("ratelimit_service", &["decision", "proxy", "upstream"]),
     ("access_file", &["atomic_file", "toml_comments"]),
+    ("acme", &["atomic_file"]),
     ("persistence", &["atomic_file"]),
     ("shared_data", &["atomic_file"]),
     ("atomic_file", &[]),
@@ -169,6 +174,7 @@ const ORDERS: [(&str, &[&str]); 9] = [
             "client_plans",
             "sharded_table",
             "key_source",
+            "acme_challenges",
         ],
     ),
     ("runtime", &["clock", "metrics"]),

@@ -213,7 +213,7 @@ fn start_failures(path: &Path, config: &Config) -> Vec<String> {
         .chain(&listen.admin)
         .chain(&listen.metrics)
         .filter_map(|address| unusable_address(*address));
-    let tls = listen.tls_listeners().filter_map(|https| tls::server_config(https).err());
+    let tls = listen.tls_listeners().filter_map(|https| tls::server_config(https, None).err());
     let tls = tls.map(|error| format!("TLS cannot be set up: {error}"));
     let texts = files.chain(addresses).chain(tls);
     texts.map(|text| config.hidden.removed_from(format!("the gateway would not start here: {text}"))).collect()

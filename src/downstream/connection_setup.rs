@@ -27,6 +27,7 @@ use super::listener_context::Listener;
 use super::protocol_detect::{Protocol, detect_protocol};
 use super::proxy_protocol::{HeaderProgress, MAX_BYTES, ProxiedAddress, parse};
 use super::tls::HTTP2;
+use crate::acme::live_certificate::ACME_TLS;
 use crate::downstream::linger::{LINGER, linger};
 use crate::downstream::{http1, http2};
 use crate::io_stream::IoStream;
@@ -186,6 +187,8 @@ async fn set_up(
         _ if connection.is_forward_auth => (io, Protocol::Http1),
         // A client that negotiates no protocol speaks HTTP/1.1.
         true if io.alpn() == Some(HTTP2) => (io, Protocol::Http2),
+        // The handshake was the answer to a challenge (RFC 8737, section 3).
+        true if io.alpn() == Some(ACME_TLS) => return Err(SetupError::Closed),
         false if worker.config().served.config.http2.h2c => {
             detect_protocol(io, worker, drain_guard).await.ok_or(SetupError::Closed)?
         }

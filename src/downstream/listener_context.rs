@@ -11,6 +11,7 @@ use tokio::sync::watch;
 use super::connection_limit::ConnectionLimit;
 use super::drain::Drain;
 use super::tls;
+use crate::acme::live_certificate::LiveCertificate;
 use crate::proxy::worker_state::WorkerState;
 use crate::ratelimit_service::RatelimitService;
 use transom_config::listen::Listen;
@@ -65,17 +66,21 @@ pub enum ListenerProtocol {
 
 impl ListenerConfig {
     /// Compiles `listen`. TLS configurations that are equal in `previous` are reused, so that clients can resume their
-    /// sessions.
-    pub fn new(listen: &Listen, previous: Option<(&Listen, &ListenerConfig)>) -> Result<Arc<ListenerConfig>, Error> {
+    /// sessions. `ordered`: the certificates that authorities issue, one per entry of [`Listen::tls_listeners`].
+    pub fn new(
+        listen: &Listen,
+        ordered: &[Option<Arc<LiveCertificate>>],
+        previous: Option<(&Listen, &ListenerConfig)>,
+    ) -> Result<Arc<ListenerConfig>, Error> {
         let mut servers = IdVec::new();
-        for https in listen.tls_listeners() {
+        for (https, ordered) in listen.tls_listeners().zip(ordered) {
             let unchanged = previous.and_then(|(listen, config)| {
                 let mut before = listen.tls_listeners().zip(&config.tls).skip(servers.len());
                 before.next().filter(|(before, _)| *before == https).map(|(_, config)| config)
             });
             servers.push(match unchanged {
                 Some(unchanged) => Arc::clone(unchanged),
-                None => tls::server_config(https)?,
+                None => tls::server_config(https, ordered.clone())?,
             });
         }
         Ok(Arc::new(ListenerConfig { tls: servers, proxies: AddressSet::new(&listen.proxy_protocol) }))

@@ -10,6 +10,7 @@ use rustls::sign::CertifiedKey;
 use rustls::version::{TLS12, TLS13};
 use rustls::{Error, RootCertStore, ServerConfig};
 
+use crate::acme::live_certificate::{ACME_TLS, LiveCertificate};
 use transom_config::certificate::Certificate;
 use transom_config::listen::{ClientAuth, Https, TlsVersion};
 
@@ -21,8 +22,8 @@ const ALPN: [&[u8]; 3] = [HTTP2, b"http/1.1", b"http/1.0"];
 /// Session tickets sent per connection. Browsers open several connections, and use each ticket once.
 const TICKETS: usize = 2;
 
-/// The rustls configuration of a listener.
-pub fn server_config(https: &Https) -> Result<Arc<ServerConfig>, Error> {
+/// The rustls configuration of a listener. `ordered`: the certificate that an authority issues.
+pub fn server_config(https: &Https, ordered: Option<Arc<LiveCertificate>>) -> Result<Arc<ServerConfig>, Error> {
     let provider = Arc::new(default_provider());
     let versions = match https.min_version {
         TlsVersion::V1_2 => &[&TLS13, &TLS12][..],
@@ -48,8 +49,11 @@ pub fn server_config(https: &Https) -> Result<Arc<ServerConfig>, Error> {
             builder.with_client_cert_verifier(verifier.build().map_err(|error| Error::General(error.to_string()))?)
         }
     };
-    let mut server_config = builder.with_cert_resolver(Arc::new(CertificateResolver::new(&https.certificates)));
-    server_config.alpn_protocols = ALPN.iter().map(|name| name.to_vec()).collect();
+    let answers_challenges = ordered.is_some();
+    let resolver = CertificateResolver::new(&https.certificates, ordered);
+    let mut server_config = builder.with_cert_resolver(Arc::new(resolver));
+    let protocols = ALPN.into_iter().chain(answers_challenges.then_some(ACME_TLS));
+    server_config.alpn_protocols = protocols.map(<[u8]>::to_vec).collect();
     // No early data: it can be replayed (RFC 8446, section 8).
     server_config.max_early_data_size = 0;
     // Sessions are stateless: the client keeps them in a ticket that only this process can decrypt. Each configuration has
@@ -68,11 +72,14 @@ struct CertificateResolver {
     wildcard: HashMap<String, Vec<Arc<CertifiedKey>>>,
     /// For clients that send no server name, or one without a certificate.
     default: Vec<Arc<CertifiedKey>>,
+    /// The certificate that an authority issues; for its names, and in place of a missing default.
+    ordered: Option<Arc<LiveCertificate>>,
 }
 
 impl CertificateResolver {
-    fn new(certificates: &[Certificate]) -> CertificateResolver {
-        let mut resolver = CertificateResolver { exact: HashMap::new(), wildcard: HashMap::new(), default: Vec::new() };
+    fn new(certificates: &[Certificate], ordered: Option<Arc<LiveCertificate>>) -> CertificateResolver {
+        let mut resolver =
+            CertificateResolver { exact: HashMap::new(), wildcard: HashMap::new(), default: Vec::new(), ordered };
         for certificate in certificates {
             for name in &certificate.dns_names {
                 let (names, name) = match name.strip_prefix("*.") {
@@ -100,6 +107,16 @@ impl CertificateResolver {
 
 impl ResolvesServerCert for CertificateResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        if let Some(ordered) = &self.ordered {
+            let name = hello.server_name().unwrap_or_default();
+            if hello.alpn().is_some_and(|mut protocols| protocols.any(|protocol| protocol == ACME_TLS)) {
+                return ordered.challenge_certificate(name);
+            }
+            if self.default.is_empty() || ordered.domains.iter().any(|domain| domain.eq_ignore_ascii_case(name)) {
+                let named = || self.find_by_name(name)?.first().cloned();
+                return ordered.current().or_else(named).or_else(|| self.default.first().cloned());
+            }
+        }
         let keys = hello.server_name().and_then(|name| self.find_by_name(name)).unwrap_or(&self.default);
         let is_usable = |key: &&Arc<CertifiedKey>| key.key.choose_scheme(hello.signature_schemes()).is_some();
         // If no key type is usable, rustls fails the handshake with the first.

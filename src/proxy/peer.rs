@@ -1,5 +1,6 @@
 //! The client's side of a request: its connection, and what the handler exchanges with the code that owns the connection.
 
+use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::fmt::Write;
 use std::rc::Rc;
@@ -14,9 +15,10 @@ use super::websocket::TunnelSession;
 use crate::informational::InformationalQueue;
 use crate::timer::Timer;
 use crate::upstream::request_body::BodyDrain;
+use transom_config::certificate;
 use transom_http::client_address::ClientAddress;
 use transom_http::headers;
-use transom_rules::key_source::ConnectionValues;
+use transom_rules::key_source::{ClientCertificate, ConnectionValues};
 
 /// Where a connection comes from; shared by all its requests.
 #[derive(Debug)]
@@ -27,8 +29,8 @@ pub struct ConnectionInfo {
     pub address_field: HeaderValue,
     /// Whether the connection uses TLS.
     pub is_secure: bool,
-    /// Fingerprint of the client's verified certificate: SHA-256, lower-case hex. `None` without a certificate.
-    pub client_cert: Option<Box<str>>,
+    /// The client's verified certificate, if it has one.
+    pub client_cert: Option<Box<ClientCertificate>>,
     /// Whether the peer is a proxy that asks about requests which it forwards itself.
     pub is_forward_auth: bool,
 }
@@ -47,7 +49,7 @@ impl ConnectionInfo {
     /// After the handshake.
     pub fn of_tls(address: ClientAddress, session: &ServerConnection) -> ConnectionInfo {
         let certificate = session.peer_certificates().and_then(<[_]>::first);
-        ConnectionInfo { client_cert: certificate.map(fingerprint), ..ConnectionInfo::new(address, true) }
+        ConnectionInfo { client_cert: certificate.map(client_certificate), ..ConnectionInfo::new(address, true) }
     }
 
     /// What keys can be made of.
@@ -60,14 +62,15 @@ impl ConnectionInfo {
     }
 }
 
-/// SHA-256 fingerprint of a certificate, in lower-case hex.
-fn fingerprint(certificate: &CertificateDer) -> Box<str> {
-    let mut text = String::with_capacity(64);
+/// What keys can be made of in a certificate.
+fn client_certificate(certificate: &CertificateDer) -> Box<ClientCertificate> {
+    let mut fingerprint = String::with_capacity(64);
     for byte in Sha256::digest(certificate) {
         // Writing to a string cannot fail.
-        let _ = write!(text, "{byte:02x}");
+        let _ = write!(fingerprint, "{byte:02x}");
     }
-    text.into_boxed_str()
+    let (san, cn) = certificate::names_of(certificate);
+    Box::new(ClientCertificate { fingerprint: fingerprint.into(), san: san.map(Cow::Owned), cn: cn.map(Cow::Owned) })
 }
 
 /// The other end of a connection or of an HTTP/2 stream; serves one request at a time.

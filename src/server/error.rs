@@ -94,6 +94,7 @@ pub enum ReloadError {
     Tracing(io::Error),
     KeySet(StartError),
     SharedDeny(StartError),
+    Acme(StartError),
     /// The change gives a layer other counters.
     ChangedCounters(ChangedCounters),
 }
@@ -107,7 +108,7 @@ impl fmt::Display for ReloadError {
             ReloadError::AuditLog(error) => write!(f, "cannot open the audit log: {error}"),
             ReloadError::Tracing(error) => write!(f, "spans cannot be exported: {error}"),
             ReloadError::KeySet(error) => write!(f, "the key set cannot be fetched: {error}"),
-            ReloadError::SharedDeny(error) => {
+            ReloadError::SharedDeny(error) | ReloadError::Acme(error) => {
                 write!(f, "{error}")?;
                 std::error::Error::source(error).map_or(Ok(()), |source| write!(f, ": {source}"))
             }

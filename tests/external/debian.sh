@@ -44,6 +44,7 @@ if [ "$target" = test ]; then
     need iproute2 'ss, which shows queues of listening sockets' command -v ss
     need jq 'commands of guides' command -v jq
     need libnss-wrapper 'names of servers that resolve to other addresses during a test' sh -c 'ls /usr/lib/*/libnss_wrapper.so'
+    need pebble 'authority that issues certificates over ACME, and its DNS server' command -v pebble
     need prometheus 'promtool, which checks metrics, alerts and recording rules' command -v promtool
     need redis-tools 'redis-cli, which creates clusters' command -v redis-cli
     need slowhttptest 'clients that send and read slowly' command -v slowhttptest

@@ -126,6 +126,38 @@ fn certificates_are_counted_separately() {
     assert_eq!((count_of(&first.fingerprint()), count_of("other")), (json!(2), json!(0)));
 }
 
+/// A renewed certificate has the names of the former one: the client does not get another quota.
+#[test]
+fn a_renewed_certificate_is_counted_by_its_names() {
+    let certificates = Certificates::new();
+    let rules = ["san", "cn"].map(|name| {
+        format!("[rules.{name}]\nkey = \"client-cert:{name}\"\nwindows = [\"{name}-LIMIT/hour\"]\non_missing_key = \"refuse\"\n")
+    });
+    let rules = rules.concat().replace("san-LIMIT", "2").replace("cn-LIMIT", "5");
+    let toml = certificates.toml("", PER_CERT);
+    let (listen, _) = toml.split_once("[rules").unwrap();
+    let upstream = "[upstreams.u]\nbuiltin = \"echo\"\n";
+    let listen = listen.replace(upstream, "");
+    let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"san\", \"cn\"]\n";
+    let gateway = Gateway::start(&format!("{listen}{upstream}{rules}{route}"));
+    // All have the same common name.
+    for (name, status) in [("client", 200), ("client", 200), ("client", 429), ("other", 200), ("other", 200)] {
+        let own = certificates.clients.issue(&[name]);
+        assert_eq!(certificates.status(&gateway, Some(&own)), Some(status), "{name}");
+    }
+    let query = |rule: &str, key: &str| {
+        let query = json!({"rule": rule, "key": key}).to_string();
+        Client::connect(gateway.admin).post("/v1/value", query).expect(200).json()["count"].clone()
+    };
+    assert_eq!(
+        [query("san", "client"), query("san", "other"), query("cn", "issued in a test")],
+        [json!(2), json!(2), json!(4)]
+    );
+    let fifth = certificates.clients.issue(&["third"]);
+    assert_eq!(certificates.status(&gateway, Some(&fifth)), Some(200));
+    assert_eq!(certificates.status(&gateway, Some(&fifth)), Some(429), "by the common name");
+}
+
 #[test]
 fn a_certificate_can_have_its_own_windows() {
     let certificates = Certificates::new();

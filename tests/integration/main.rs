@@ -12,6 +12,7 @@ mod support;
 mod access;
 mod access_changes;
 mod access_log;
+mod acme;
 mod actions;
 mod activation;
 mod admin;

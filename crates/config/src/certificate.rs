@@ -5,6 +5,7 @@
 //! Messages and `Debug` never show private keys.
 
 use std::fmt;
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
 use memchr::memmem;
@@ -14,7 +15,7 @@ use rustls::{Error, InconsistentKeys, RootCertStore, SignatureAlgorithm};
 use rustls_pki_types::pem::{PemObject, SectionKind};
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use webpki::{EndEntityCert, OwnedCertRevocationList};
-use x509_parser::prelude::{CertificateRevocationList as ParsedList, FromDer, X509Certificate};
+use x509_parser::prelude::{CertificateRevocationList as ParsedList, FromDer, GeneralName, X509Certificate};
 
 use super::diagnostics::{Report, Span, quoted};
 use super::settings::{Required, Text};
@@ -121,6 +122,15 @@ impl Certificate {
         Some(Certificate { file, span, key, dns_names, not_before_s, not_after_s })
     }
 
+    /// A certificate whose chain and key are in one text. An error says what is wrong with it.
+    pub fn parse(name: &str, text: &[u8]) -> Result<Certificate, String> {
+        let shown = |(message, _fix): Unusable| message.replace("{}", "it");
+        let (certificates, dns_names, (not_before_s, not_after_s)) = parse_chain(text).map_err(shown)?;
+        let key = parse_private_key(text).map_err(shown)?;
+        let key = CertifiedKey::from_der(certificates, key, &default_provider()).map_err(|error| error.to_string())?;
+        Ok(Certificate { file: name.to_owned(), span: 0..0, key: Arc::new(key), dns_names, not_before_s, not_after_s })
+    }
+
     /// The signature algorithm of the key, by which a certificate is chosen that the client supports.
     pub fn algorithm(&self) -> SignatureAlgorithm {
         self.key.key.algorithm()
@@ -138,6 +148,25 @@ fn parse_chain(text: &[u8]) -> Result<Chain, Unusable> {
     let (_, parsed) = X509Certificate::from_der(leaf).map_err(|_error| INVALID_CERTIFICATE)?;
     let validity = (parsed.validity().not_before.timestamp(), parsed.validity().not_after.timestamp());
     Ok((chain, dns_names, validity))
+}
+
+/// The first DNS name, URI, e-mail address or IP address in the subjectAltName of a certificate, and its common name.
+pub fn names_of(certificate: &CertificateDer<'_>) -> (Option<String>, Option<String>) {
+    let Ok((_, parsed)) = X509Certificate::from_der(certificate) else { return (None, None) };
+    let text = |name: &GeneralName<'_>| match name {
+        GeneralName::DNSName(name) => Some(name.to_ascii_lowercase()),
+        GeneralName::URI(name) | GeneralName::RFC822Name(name) => Some((*name).to_owned()),
+        GeneralName::IPAddress(bytes) => match *bytes {
+            [a, b, c, d] => Some(Ipv4Addr::new(*a, *b, *c, *d).to_string()),
+            bytes => <[u8; 16]>::try_from(bytes).ok().map(|bytes| Ipv6Addr::from(bytes).to_string()),
+        },
+        _ => None,
+    };
+    let alternative = parsed.subject_alternative_name().ok().flatten();
+    let san = alternative.and_then(|names| names.value.general_names.iter().find_map(text));
+    let cn = parsed.subject().iter_common_name().next().and_then(|name| name.as_str().ok());
+    let given = |text: String| Some(text).filter(|text| !text.is_empty());
+    (san.and_then(given), cn.map(str::to_owned).and_then(given))
 }
 
 /// Reads the certificates of trusted issuers.

@@ -7,6 +7,7 @@
 use toml::de::DeTable;
 
 use super::access::{AccessContext, KnownClients, read_access};
+use super::acme;
 use super::clients::{DefinedPlans, read_clients, report_missing_clients, report_unused_on_unknown_key};
 use super::counters::Counters;
 use super::descriptor::report_unused_descriptors;
@@ -128,7 +129,14 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         http: any_scheme || !listen.http.is_empty(),
         https: any_scheme || !listen.https.is_empty(),
     };
-    let routes = read_routes(routes, &context, report);
+    let mut routes = read_routes(routes, &context, report);
+    if counters.shared.is_none() && !misspelled.contains(&"counters") {
+        acme::report_missing_store(&listen, report);
+    }
+    let is_taken = |name: &str| routes.iter().any(|route| route.name == name);
+    if let Some(route) = acme::challenge_route(&listen, path_reading, is_taken, report) {
+        routes.push(route);
+    }
     let access_context = AccessContext {
         clients: &known_clients,
         route_names: routes.iter().map(|route| route.name.as_str()).collect(),

@@ -61,7 +61,7 @@ settings! {
         /// Where requests carry the user on whose behalf they are sent. With `"client-cert"`, `subjects` are SHA-256 of
         /// certificates. The gateway verifies only claims and certificates; any client can send a field.
         subject: Option<KeyPart> = Custom::or_empty(
-            || Shape::Text("as `api_key`, or `\"jwt:CLAIM\"`, `\"basic-user\"`, `\"client-cert\"`"),
+            || Shape::Text("as `api_key`, or `\"jwt:CLAIM\"`, `\"basic-user\"`, `\"client-cert\"`, `\"client-cert:san\"`, `\"client-cert:cn\"`"),
             |item, report| {
                 let word = item.string(SUBJECT, report)?;
                 read_key_source(item, &word, SUBJECT, true, report).map(Some)
@@ -292,8 +292,8 @@ pub fn read_clients(
         }
     }
     table.finish(report);
-    let is_cert = subject.as_ref().is_some_and(|part| CLIENT_CERT.has(part));
-    if let (true, ClientCerts::Never, Some(item)) = (is_cert, certs, &subject_item) {
+    let needs_cert = subject.as_ref().is_some_and(|part| KeyKind::of(part).needs_certificate());
+    if let (true, ClientCerts::Never, Some(item)) = (needs_cert, certs, &subject_item) {
         let fix = "add `client_ca = \"FILE\"` to `[listen.https]`, with the certificates of the issuers";
         report.missing(item.span.clone(), "the gateway does not request client certificates", fix);
     }
@@ -319,7 +319,8 @@ pub fn read_clients(
         plans,
         has_api_key: api_key_item.is_some(),
         has_subject: subject_item.is_some(),
-        subjects_are_fingerprints: certs != ClientCerts::Never && is_cert,
+        subjects_are_fingerprints: certs != ClientCerts::Never
+            && subject.as_ref().is_some_and(|part| CLIENT_CERT.has(part)),
         owners: HashMap::new(),
     };
     let read = |top: &mut Table, report: &mut Report| reader.read_file(top, report);

@@ -76,7 +76,7 @@ fn check_counters(counters: &mut Counters, table: &mut Table, report: &mut Repor
 }
 
 /// Reads the absolute path of a file, which does not depend on the working directory.
-fn read_absolute_path(item: &Item, example: &str, report: &mut Report) -> Option<PathBuf> {
+pub fn read_absolute_path(item: &Item, example: &str, report: &mut Report) -> Option<PathBuf> {
     let word = item.string(example, report)?;
     if word.text.starts_with('/') && !word.text.ends_with('/') {
         return Some(PathBuf::from(word.text));

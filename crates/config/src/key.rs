@@ -5,7 +5,7 @@
 
 use super::descriptor::Descriptor;
 use super::diagnostics::{Parsed, Report, quoted, quoted_list};
-use super::key_kind::{Argument, CLIENT, CLIENT_CERT, IP, KINDS, KeyKind, NamedPart, PARAM, Presence, forms};
+use super::key_kind::{Argument, CLIENT, IP, KINDS, KeyKind, NamedPart, PARAM, Presence, forms};
 use super::listen::ClientCerts;
 use super::settings::{Choice, Custom, Integer, Shape};
 use super::toml_reader::{Item, SpannedStr, Table, nearest};
@@ -117,7 +117,7 @@ impl KeySettings {
             let may_lack = match KeyKind::of(part).presence {
                 Presence::All => false,
                 Presence::WithCertificate => certs != ClientCerts::Always,
-                Presence::OnRoutes | Presence::Optional => true,
+                Presence::InCertificate | Presence::OnRoutes | Presence::Optional => true,
             };
             if may_lack {
                 let always = KINDS.into_iter().filter(|kind| kind.presence == Presence::All).filter_map(KeyKind::form);
@@ -130,8 +130,9 @@ impl KeySettings {
     /// Reports settings that have no effect, and a missing `on_missing_key`.
     fn check_effect(&self, table: &Table, certs: ClientCerts, report: &mut Report) {
         let key_span = table.given("key").map_or(table.span.clone(), |item| item.span);
-        if self.key.iter().any(|part| CLIENT_CERT.has(part)) && certs == ClientCerts::Never {
-            let message = "`client-cert` is never present: the gateway does not request client certificates";
+        let of_certificate = |part: &&KeyPart| KeyKind::of(part).needs_certificate();
+        if let (Some(part), ClientCerts::Never) = (self.key.iter().find(of_certificate), certs) {
+            let message = format!("`{part}` is never present: the gateway does not request client certificates");
             let fix = "add `client_ca = \"FILE\"` to `[listen.https]`, with the certificates of the issuers";
             report.missing(key_span.clone(), message, fix);
         }
@@ -211,6 +212,7 @@ fn client_may_omit(part: &KeyPart, certs: ClientCerts) -> bool {
     match KeyKind::of(part).presence {
         // `ClientCerts::Never` is reported as a problem of its own.
         Presence::WithCertificate => certs == ClientCerts::Sometimes,
+        Presence::InCertificate => certs != ClientCerts::Never,
         Presence::Optional => true,
         // `config::route` checks that the path of the route has the parameter, unless `on_missing_key` is set.
         Presence::All | Presence::OnRoutes => false,
@@ -367,18 +369,21 @@ fn is_address_field(word: &str) -> bool {
 /// Parses one part. Prefixes of addresses may be [`PREFIX_NOT_STATED`].
 pub fn parse_part(text: &str) -> Parsed<KeyPart> {
     let no_part = || format!("{} is not a key part", quoted(text));
+    if let Some(kind) = KeyKind::named(text).filter(|kind| matches!(kind.argument, Argument::None)) {
+        return Ok(kind.part());
+    }
     if let Some((kind, name)) = text.split_once(':')
         && let Some(part) = parse_named_part(kind, name, text)
     {
         return part;
     }
     match KeyKind::named(text).map(|kind| (kind, &kind.argument)) {
-        Some((kind, Argument::None | Argument::Unwritten)) => return Ok(kind.part()),
+        Some((kind, Argument::Unwritten)) => return Ok(kind.part()),
         Some((kind, Argument::Prefixes)) => return Ok(kind.of_prefixes(PREFIX_NOT_STATED, PREFIX_NOT_STATED)),
         Some((_, Argument::Name(form))) => {
             return Err((no_part(), format!("name the {}, such as `\"{}\"`", form.what, form.example)));
         }
-        None => {}
+        Some((_, Argument::None)) | None => {}
     }
     if let Some((.., example)) = PREFIXES.iter().find(|(kind, ..)| *kind == text) {
         return Err((no_part(), format!("add the number of bits, such as `\"{example}\"`")));

@@ -35,6 +35,8 @@ pub mod number {
     pub const JSON: u8 = 18;
     /// Of the same kind as [`IPV4`]: the callers of Unix sockets.
     pub const UNIX: u8 = 19;
+    pub const CLIENT_CERT_SAN: u8 = 20;
+    pub const CLIENT_CERT_CN: u8 = 21;
 }
 
 /// Header fields whose values are secret.
@@ -104,6 +106,8 @@ pub enum Presence {
     OnRoutes,
     /// Those whose client has a certificate.
     WithCertificate,
+    /// Those whose client has a certificate with such a name.
+    InCertificate,
     /// Those whose client sends it.
     Optional,
 }
@@ -186,7 +190,7 @@ pub enum Logged {
 }
 
 /// All kinds, in the order of the reference.
-pub static KINDS: [&KeyKind; 17] = [
+pub static KINDS: [&KeyKind; 19] = [
     &IP,
     &CLIENT,
     &HEADER,
@@ -198,6 +202,8 @@ pub static KINDS: [&KeyKind; 17] = [
     &JSON,
     &BASIC_USER,
     &CLIENT_CERT,
+    &CLIENT_CERT_SAN,
+    &CLIENT_CERT_CN,
     &HOST,
     &METHOD,
     &PATH,
@@ -391,7 +397,9 @@ pub static BASIC_USER: KeyKind = KeyKind {
 };
 
 /// The SHA-256 of the client's verified certificate.
-pub static CLIENT_CERT: KeyKind = KeyKind {
+pub static CLIENT_CERT: KeyKind = CLIENT_CERT_KIND;
+
+const CLIENT_CERT_KIND: KeyKind = KeyKind {
     part: PartKind { name: "client-cert", identity: "ClientCert", number: number::CLIENT_CERT },
     forms: &[("client-cert", "SHA-256 of the verified client certificate")],
     argument: Argument::None,
@@ -410,6 +418,32 @@ pub static CLIENT_CERT: KeyKind = KeyKind {
     example_value: "9f86d081…",
     logged: Logged::Never,
 };
+
+/// A name of the client's verified certificate, which a renewed certificate has too.
+const fn certificate_name(part: PartKind, forms: &'static [(&'static str, &'static str)]) -> KeyKind {
+    KeyKind {
+        part,
+        forms,
+        presence: Presence::InCertificate,
+        value: ValueForm::Text(reject_empty),
+        example_value: "VALUE",
+        ..CLIENT_CERT_KIND
+    }
+}
+
+pub static CLIENT_CERT_SAN: KeyKind = certificate_name(
+    PartKind { name: "client-cert:san", identity: "ClientCertSan", number: number::CLIENT_CERT_SAN },
+    &[(
+        "client-cert:san",
+        "first DNS name, URI, e-mail address or IP address in the subjectAltName of the verified client certificate; a renewed \
+         certificate is the same client",
+    )],
+);
+
+pub static CLIENT_CERT_CN: KeyKind = certificate_name(
+    PartKind { name: "client-cert:cn", identity: "ClientCertCn", number: number::CLIENT_CERT_CN },
+    &[("client-cert:cn", "common name of the verified client certificate; a renewed certificate is the same client")],
+);
 
 /// The host of the request.
 pub static HOST: KeyKind = KeyKind {
@@ -547,6 +581,11 @@ impl KeyKind {
         KeyPart { kind: &self.part, argument: PartArgument::Prefixes(Prefixes { v4, v6 }) }
     }
 
+    /// Whether only requests of clients with a certificate have the part.
+    pub fn needs_certificate(&self) -> bool {
+        matches!(self.presence, Presence::WithCertificate | Presence::InCertificate)
+    }
+
     /// How the part is written without prefixes; `None` if it is not written.
     pub fn form(&self) -> Option<&'static str> {
         self.forms.first().map(|(form, _)| *form)
@@ -681,6 +720,8 @@ mod tests {
             ("jwt", "Jwt", 12),
             ("basic-user", "BasicUser", 14),
             ("client-cert", "ClientCert", 13),
+            ("client-cert:san", "ClientCertSan", 20),
+            ("client-cert:cn", "ClientCertCn", 21),
             ("host", "Host", 5),
             ("method", "Method", 6),
             ("path", "Path", 7),
@@ -701,7 +742,7 @@ mod tests {
     fn identities_are_the_names_in_camel_case() {
         for KeyKind { part, .. } in KINDS {
             let capitalized = |word: &str| word[..1].to_uppercase() + &word[1..];
-            assert_eq!(part.name.split('-').map(capitalized).collect::<String>(), part.identity);
+            assert_eq!(part.name.split(['-', ':']).map(capitalized).collect::<String>(), part.identity);
         }
     }
 

@@ -19,6 +19,7 @@ use transom_limiter::rule::Rule;
 pub mod settings;
 
 pub mod access;
+pub mod acme;
 pub mod body_condition;
 pub mod byte_cost;
 pub mod calendar;

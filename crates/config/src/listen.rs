@@ -10,7 +10,9 @@ use rustls_pki_types::CertificateDer;
 use toml::de::DeValue;
 
 use super::LogTarget;
+use super::acme::{self, Acme};
 use super::certificate::{self, Certificate, CertificateFiles, RevocationList};
+use super::client_tls::check_pair;
 use super::diagnostics::{Parsed, Report, quoted};
 use super::host::read_hosts;
 use super::settings::{
@@ -340,6 +342,8 @@ settings! {
         };
         /// Lowest TLS version.
         min_version: TlsVersion = Choice(TlsVersion::V1_2, &[("1.2", TlsVersion::V1_2), ("1.3", TlsVersion::V1_3)]);
+        /// Order a certificate, and renew it. `certificate` is then optional; the ordered certificate is used for its names.
+        acme: Option<Acme> = acme::kind();
     }
 }
 
@@ -599,6 +603,10 @@ fn read_ratelimit_service(item: &Item, report: &mut Report) -> Option<RatelimitS
 fn read_https(item: &Item, title: &str, fix: &str, report: &mut Report) -> Option<Https> {
     let mut table = item.table(title, if item.is_off() { OFF_FIX } else { fix }, report)?;
     let default = CertificateFiles::read(&mut table, report).certificate(report);
+    if table.given("acme").is_some() {
+        ["certificate", "private_key"].iter().for_each(|key| table.not_missing(key));
+        check_pair(&table, report);
+    }
     let mut https = Https::read(&mut table, report);
     table.finish(report);
     for (position, certificate) in https.certificates.iter().enumerate() {

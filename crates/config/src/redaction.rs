@@ -417,7 +417,7 @@ fn common_prefix(one: &str, other: &str) -> usize {
 fn secret_spans(text: &str) -> Vec<Range<usize>> {
     let mut spans: Vec<Range<usize>> = Vec::new();
     // `=` as in TOML, or `:` as in YAML.
-    for (at, _) in text.match_indices(['=', ':']) {
+    for at in memchr::memchr2_iter(b'=', b':', text.as_bytes()) {
         let is_in_secret = spans.last().is_some_and(|last| at < last.end);
         let before = text[..at].trim_end_matches(['"', '\'', ' ', '\t']);
         let name = before.rsplit(|c: char| !c.is_alphanumeric() && c != '_' && c != '-').next().unwrap_or_default();

@@ -197,7 +197,7 @@ impl Actions {
     pub fn texts(&self) -> impl Iterator<Item = (&str, &Template)> {
         let target = match &self.response {
             Some(LocalResponse::Redirect { to, .. }) => Some(("to", to)),
-            Some(LocalResponse::Respond { .. }) | None => None,
+            Some(LocalResponse::Respond { .. } | LocalResponse::AcmeChallenge) | None => None,
         };
         let fields = [&self.request_fields, &self.response_fields].into_iter();
         let fields = fields.flat_map(|fields| fields.set.iter().chain(&fields.add));
@@ -218,8 +218,16 @@ pub enum ChangedResponses {
 /// A response by the gateway itself.
 #[derive(Clone, PartialEq, Debug)]
 pub enum LocalResponse {
-    Redirect { to: Template, status: u16 },
-    Respond { status: u16, body: Option<Body> },
+    Redirect {
+        to: Template,
+        status: u16,
+    },
+    Respond {
+        status: u16,
+        body: Option<Body>,
+    },
+    /// The key authorization of an ACME challenge, see [`super::acme::challenge_route`].
+    AcmeChallenge,
 }
 
 /// The path to forward instead of the matched one.

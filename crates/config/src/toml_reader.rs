@@ -186,7 +186,7 @@ impl<'d> Table<'d> {
         let unknown_key = |item: Item<'d>| {
             // A key that is already present is less likely to be meant.
             let candidates = absent.iter().copied().chain(self.common_mistakes.iter().map(|mistake| &*mistake.key));
-            let guess = nearest(item.key, candidates).or(nearest(item.key, self.known.iter().copied()));
+            let guess = nearest(item.key, candidates).or_else(|| nearest(item.key, self.known.iter().copied()));
             let mistake = |key: &str| self.common_mistakes.iter().find(|mistake| mistake.key == key);
             let exact = mistake(item.key).map(|mistake| (mistake.meant, mistake.fix.as_str()));
             let foreign = exact.or_else(|| foreign::setting(&item, &self.known));
@@ -466,6 +466,10 @@ pub fn nearest<'c>(word: &str, candidates: impl IntoIterator<Item = &'c str>) ->
     }
     let distances = candidates.into_iter().filter_map(|candidate| {
         let other = normalized(candidate);
+        // Neither measure calls these similar.
+        if word.len().max(other.len()) > 2 * word.len().min(other.len()) {
+            return None;
+        }
         let distance = strsim::damerau_levenshtein(&word, &other);
         let is_similar = distance * 3 <= word.len().max(other.len()) || strsim::jaro_winkler(&word, &other) > 0.9;
         is_similar.then_some((distance, candidate))

@@ -10,6 +10,7 @@ use http::{HeaderMap, HeaderName, header};
 
 use crate::RouteRulesId;
 use crate::access::{self, AccessControl};
+use crate::acme_challenges::PendingChallenges;
 use crate::client_plans::{ClientCheck, ClientPlans};
 use crate::descriptors::DescriptorIndex;
 use crate::key_source::HashKey;
@@ -68,6 +69,8 @@ pub struct CompiledConfig {
     pub clients: Option<Arc<LiveClients>>,
     /// Deny and allow lists; `None` if there are none.
     pub access: Option<Arc<AccessControl>>,
+    /// The challenges that the route of ACME challenges answers.
+    pub challenges: Arc<PendingChallenges>,
     pub routes: IdVec<RouteId, CompiledRoute>,
     pub route_rules: IdVec<RouteRulesId, RouteRules>,
     /// Digests secret key parts for the shared store; `None` without one.
@@ -97,6 +100,8 @@ pub struct LiveData {
     pub published_keys: Option<Arc<PublishedKeys>>,
     /// The deny and allow lists of the same configuration, if it was compiled before.
     pub access: Option<Arc<AccessControl>>,
+    /// The challenges of authorities that order certificates.
+    pub challenges: Arc<PendingChallenges>,
     /// What requests have cost, by rule.
     pub learnt: Vec<LearntRule>,
     /// The time of the wall clock, Unix milliseconds: limits of clients of the clients file that end before are not in effect.
@@ -146,7 +151,7 @@ impl CompiledConfig {
 
     /// `rule_set` is compiled from the rules of `config`.
     pub fn new(config: Config, seed: Seed, rule_set: RuleSet, live: LiveData) -> CompiledConfig {
-        let LiveData { clients, published_keys, access, learnt, now_ms } = live;
+        let LiveData { clients, published_keys, access, challenges, learnt, now_ms } = live;
         let clients = clients.or_else(|| {
             let mut plans = CompiledConfig::client_plans(&config)?;
             plans.apply_limits(now_ms);
@@ -182,7 +187,7 @@ impl CompiledConfig {
                     let response_costs = |rules: &IdVec<_, _>| ResponseCosts::of(&config, rules, &learnt);
                     route_rules.push(RouteRules::new(&rule_set, &config, route, response_costs, rule_key))
                 });
-            actions.extend(route.actions.as_ref().map(|own| RouteActions::new(own, route)));
+            actions.extend(route.actions.as_ref().map(|own| RouteActions::new(own, route, &challenges)));
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
             routes.push(CompiledRoute { rules, upstream: route.upstream, action });
         }
@@ -218,6 +223,7 @@ impl CompiledConfig {
             key_fields,
             clients,
             access,
+            challenges,
             overrides,
             client_checks,
             learnt,
@@ -237,9 +243,9 @@ impl CompiledConfig {
 
     /// What the same configuration has when it is compiled again.
     pub fn live_data(&self) -> LiveData {
-        let (clients, published_keys, access) =
-            (self.clients.clone(), self.published_keys.clone(), self.access.clone());
-        LiveData { clients, published_keys, access, learnt: self.learnt_rules(), now_ms: 0 }
+        let (clients, published_keys, access, challenges) =
+            (self.clients.clone(), self.published_keys.clone(), self.access.clone(), Arc::clone(&self.challenges));
+        LiveData { clients, published_keys, access, challenges, learnt: self.learnt_rules(), now_ms: 0 }
     }
 
     /// What the requests of each rule have cost, for the next configuration.

@@ -54,8 +54,19 @@ pub struct RequestAttributes<'a> {
 /// What keys can be made of in the connection of a request. Where the connection is not known, all of it is missing.
 #[derive(Clone, Copy, Default)]
 pub struct ConnectionValues<'a> {
-    /// The fingerprint of the client's verified certificate: SHA-256, in lower-case hex.
-    pub client_cert: Option<&'a str>,
+    /// The client's verified certificate.
+    pub client_cert: Option<&'a ClientCertificate>,
+}
+
+/// What keys can be made of in a verified certificate.
+#[derive(Debug)]
+pub struct ClientCertificate {
+    /// SHA-256, in lower-case hex.
+    pub fingerprint: Cow<'static, str>,
+    /// The first name of subjectAltName.
+    pub san: Option<Cow<'static, str>>,
+    /// The common name.
+    pub cn: Option<Cow<'static, str>>,
 }
 
 /// Where one part of a key is found.
@@ -77,6 +88,8 @@ pub enum KeySource {
     Unavailable,
     BasicUser,
     ClientCert,
+    ClientCertSan,
+    ClientCertCn,
     Host,
     Method,
     Path,
@@ -124,6 +137,8 @@ impl KeySource {
             }
             kind::BASIC_USER => KeySource::BasicUser,
             kind::CLIENT_CERT => KeySource::ClientCert,
+            kind::CLIENT_CERT_SAN => KeySource::ClientCertSan,
+            kind::CLIENT_CERT_CN => KeySource::ClientCertCn,
             kind::HOST => KeySource::Host,
             kind::METHOD => KeySource::Method,
             kind::PATH => KeySource::Path,
@@ -154,7 +169,16 @@ impl KeySource {
             }
             KeySource::Unavailable => return Err(KeyError::Missing),
             KeySource::ClientCert => {
-                take(kind::CLIENT_CERT, request.connection.client_cert.ok_or(KeyError::Missing)?.as_bytes())
+                let certificate = request.connection.client_cert.ok_or(KeyError::Missing)?;
+                take(kind::CLIENT_CERT, certificate.fingerprint.as_bytes());
+            }
+            KeySource::ClientCertSan => {
+                let name = request.connection.client_cert.and_then(|certificate| certificate.san.as_deref());
+                take(kind::CLIENT_CERT_SAN, name.ok_or(KeyError::Missing)?.as_bytes());
+            }
+            KeySource::ClientCertCn => {
+                let name = request.connection.client_cert.and_then(|certificate| certificate.cn.as_deref());
+                take(kind::CLIENT_CERT_CN, name.ok_or(KeyError::Missing)?.as_bytes());
             }
             KeySource::Host => take(kind::HOST, request.host.as_bytes()),
             KeySource::Method => take(kind::METHOD, request.method.as_str().as_bytes()),
@@ -283,7 +307,12 @@ pub mod tests {
     use transom_usage::request_body::{BodyCoding, BodyPlan};
 
     /// The connection of the requests in tests. It has everything.
-    pub const CONNECTION: ConnectionValues<'_> = ConnectionValues { client_cert: Some("f00d") };
+    pub const CONNECTION: ConnectionValues<'_> = ConnectionValues { client_cert: Some(&CERTIFICATE) };
+    static CERTIFICATE: ClientCertificate = ClientCertificate {
+        fingerprint: Cow::Borrowed("f00d"),
+        san: Some(Cow::Borrowed("spiffe://example/api")),
+        cn: Some(Cow::Borrowed("api")),
+    };
 
     /// What a part is in a request that has all parts.
     fn fed(kind: &KeyKind, part: &KeyPart) -> Vec<(u8, Vec<u8>)> {

@@ -12,6 +12,7 @@
 use transom_limiter::handles;
 
 pub mod access;
+pub mod acme_challenges;
 pub mod client_plans;
 pub mod compiled_config;
 pub mod descriptors;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 
+use super::acme_challenges::PendingChallenges;
 use super::client_plans::ClientLookup;
 use super::key_source::RequestAttributes;
 use super::public_location::{PathInverse, PublicLocation};
@@ -43,8 +44,13 @@ pub struct RouteActions {
 
 #[derive(Debug)]
 enum DirectResponse {
-    Redirect { to: Template, status: u16 },
+    Redirect {
+        to: Template,
+        status: u16,
+    },
     Respond(LocalResponse),
+    /// The key authorization of the token that the path ends with.
+    AcmeChallenge(Arc<PendingChallenges>),
 }
 
 #[derive(Debug)]
@@ -111,7 +117,7 @@ enum RenderedChange {
 }
 
 impl RouteActions {
-    pub fn new(actions: &Actions, route: &Route) -> RouteActions {
+    pub fn new(actions: &Actions, route: &Route, challenges: &Arc<PendingChallenges>) -> RouteActions {
         let request_changes = header_changes(&actions.request_fields);
         RouteActions {
             replaced_fields: replaced_fields(&request_changes),
@@ -122,6 +128,7 @@ impl RouteActions {
                 route_actions::LocalResponse::Respond { status, body } => {
                     DirectResponse::Respond(responses::direct_response(*status, body.as_ref()))
                 }
+                route_actions::LocalResponse::AcmeChallenge => DirectResponse::AcmeChallenge(Arc::clone(challenges)),
             }),
             path: actions.path.as_ref().map(|change| match change {
                 PathChange::Prefix { from, to } => PathRewrite::Prefix { from: from.clone(), to: to.clone() },
@@ -153,6 +160,10 @@ impl RouteActions {
         let direct_response = match &self.direct_response {
             None => None,
             Some(DirectResponse::Respond(response)) => Some(response.clone()),
+            Some(DirectResponse::AcmeChallenge(pending)) => {
+                let answer = pending.of_token(variables.param(0)).ok_or(RequestError::NoRoute)?;
+                Some(responses::text_response(answer))
+            }
             Some(DirectResponse::Redirect { to, status }) => {
                 if variables.request.host.is_empty() && names_host(to) {
                     return Err(RequestError::Host("the Host field is missing"));

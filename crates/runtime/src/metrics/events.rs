@@ -117,6 +117,8 @@ static SNAPSHOT_TIME: Metric =
     gauge("transom_counters_snapshot_timestamp_seconds", "Time of the latest counter snapshot, Unix time in seconds.");
 static ADMIN_REQUESTS: Metric =
     counter("transom_admin_requests_total", "Responses of the admin address and the metrics addresses, by page.");
+static ACME_ORDERS: Metric =
+    counter("transom_acme_orders_total", "Orders of certificates from an ACME authority, by outcome.");
 static KEY_SET_FETCHES: Metric = counter("transom_jwks_fetches_total", "Fetches of the key set, by outcome.");
 static KEY_SET_TIME: Metric = gauge(
     "transom_jwks_last_fetch_timestamp_seconds",
@@ -187,6 +189,7 @@ pub static NAMES: &[&Metric] = &[
     &redis::DATA_COPY_ERRORS,
     &SNAPSHOTS,
     &SNAPSHOT_TIME,
+    &ACME_ORDERS,
     &KEY_SET_FETCHES,
     &KEY_SET_TIME,
     &RELOADS,
@@ -1037,6 +1040,39 @@ impl KeySetMetrics {
     /// The response was no usable key set.
     pub fn invalid(&self) {
         self.invalid.add(1);
+    }
+}
+
+/// The orders of one certificate from an ACME authority.
+pub struct AcmeMetrics {
+    registry: Arc<Registry>,
+    /// The first name of the certificate.
+    name: String,
+    issued: Arc<MetricCell>,
+    failed: Arc<MetricCell>,
+}
+
+impl AcmeMetrics {
+    pub fn new(registry: &Arc<Registry>, name: &str) -> AcmeMetrics {
+        let cell =
+            |outcome| registry.cell(&ACME_ORDERS, WorkerId::PROCESS, &[("certificate", name), ("outcome", outcome)]);
+        let (issued, failed) = (cell("issued"), cell("failed"));
+        AcmeMetrics { registry: Arc::clone(registry), name: name.to_owned(), issued, failed }
+    }
+
+    pub fn issued(&self) {
+        self.issued.add(1);
+    }
+
+    pub fn failed(&self) {
+        self.failed.add(1);
+    }
+
+    /// The certificate in use expires at this time, Unix seconds. Repeated, because a reload removes the series.
+    pub fn in_use(&self, not_after_s: i64) {
+        let certificate = format!("acme:{}", self.name);
+        let cell = self.registry.cell(&CERTIFICATE_EXPIRY, WorkerId::PROCESS, &[("certificate", &certificate)]);
+        cell.set(u64::try_from(not_after_s).unwrap_or(0));
     }
 }
 

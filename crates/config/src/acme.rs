@@ -1,0 +1,241 @@
+//! `acme` of `[listen.https]`: certificates that an authority issues over ACME (RFC 8555), and the route of its challenges.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use http::uri::PathAndQuery;
+
+use super::certificate::PEM_FILE;
+use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, suggest_ca};
+use super::counters::read_absolute_path;
+use super::diagnostics::{Parsed, Report, Span, quoted};
+use super::host::{is_name, read_distinct};
+use super::listen::Listen;
+use super::path::{PathPattern, PatternKind};
+use super::route::Route;
+use super::route_actions::{Actions, LocalResponse};
+use super::settings::{Custom, Inline, Kind, Required, Shape, Text};
+use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
+use super::upstream::{Scheme, Server, parse_url};
+use transom_http::path_normalize::PathReading;
+
+const LETS_ENCRYPT: &str = "https://acme-v02.api.letsencrypt.org/directory";
+const DIRECTORY_EXAMPLE: &str = "\"https://acme-v02.api.letsencrypt.org/directory\"";
+const STORAGE_FIX: &str = "write `storage = \"/var/lib/transom/acme\"`, or `storage = \"shared\"` for several gateways";
+/// Most names of a certificate, as at Let's Encrypt.
+const DOMAINS_MAX: usize = 100;
+pub const FIX: &str = "write `acme = { domains = [\"api.example.com\"], storage = \"/var/lib/transom/acme\" }`";
+/// The name of the route that answers challenges, a label of metrics.
+pub const ROUTE: &str = "acme-challenge";
+/// The path of HTTP-01 challenges (RFC 8555, section 8.3).
+const CHALLENGE_PATH: &str = "/.well-known/acme-challenge/{token}";
+
+settings! {
+    /// A certificate that an authority issues over ACME (RFC 8555), and renews.
+    pub struct AcmeSettings checked by check_acme {
+        /// DNS names of the certificate. Names with `*` need a challenge in DNS, which is not supported.
+        domains: Vec<String> = Required(
+            Custom::or_empty(|| Shape::List(Box::new(Shape::Text("name"))), read_domains),
+            "write `domains = [\"api.example.com\"]`: the names of the certificate",
+        );
+        /// Address to which the authority may write about the certificate.
+        email: Option<SpannedString> = Text("e-mail address", "\"admin@example.com\"");
+        /// URL of the authority's directory; without it, that of Let's Encrypt. Its terms of service are accepted.
+        directory: Option<SpannedString> = Text("URL", DIRECTORY_EXAMPLE);
+        /// Authorities of the server of `directory`. Without it: the system's authorities.
+        ca: Option<SpannedString> = PEM_FILE;
+        /// Profile of the certificate that the authority offers, such as `"shortlived"` for 6 days.
+        profile: Option<SpannedString> = Text("name", "\"shortlived\"");
+        /// Directory for the account, the certificate and its key, which only the gateway may read; or `"shared"`: the store of
+        /// `[counters.shared]`, where one gateway orders the certificate, all use it, and any of them answers the authority.
+        storage: Option<AcmeStorage> = Required(
+            Custom::or_empty(|| Shape::Text("absolute path, or \"shared\""), read_storage),
+            STORAGE_FIX,
+        );
+    }
+}
+
+/// Where account and certificate are kept.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum AcmeStorage {
+    Directory(PathBuf),
+    Shared,
+}
+
+/// The order of a certificate.
+#[derive(Clone, Debug)]
+pub struct Acme {
+    /// In lower case; the first names the certificate.
+    pub domains: Vec<String>,
+    pub email: Option<String>,
+    /// The URL of the directory.
+    pub directory: String,
+    pub server: Server,
+    /// Path and query of the directory.
+    pub target: PathAndQuery,
+    /// For `https`; the authority may have other resources on other servers.
+    pub tls: Option<ClientTls>,
+    pub profile: Option<String>,
+    pub storage: AcmeStorage,
+    /// The position of the setting. Equal orders may have different positions.
+    span: Span,
+}
+
+impl PartialEq for Acme {
+    fn eq(&self, other: &Acme) -> bool {
+        let settings =
+            |acme: &Acme| (acme.domains.clone(), acme.email.clone(), acme.directory.clone(), acme.profile.clone());
+        settings(self) == settings(other) && self.tls == other.tls && self.storage == other.storage
+    }
+}
+
+pub fn kind() -> Custom<Option<Acme>> {
+    Custom::or_empty(|| Inline::<AcmeSettings>::or(FIX).shape(), read_acme)
+}
+
+fn read_acme(item: &Item, report: &mut Report) -> Option<Option<Acme>> {
+    let settings = Inline::<AcmeSettings>::or(FIX).read(item, report)?;
+    let text = |setting: &Option<SpannedString>| setting.as_ref().map(|text| text.text.clone());
+    let directory = settings.directory.clone().unwrap_or_else(|| SpannedString {
+        key: String::from("directory"),
+        key_span: item.key_span.clone(),
+        text: LETS_ENCRYPT.to_owned(),
+        span: item.key_span.clone(),
+    });
+    let (server, target) = report.accept(directory.span.clone(), parse_directory(&directory.text))?;
+    let tls = match server.scheme {
+        Scheme::Https => {
+            let tls = ClientTlsSettings { ca: settings.ca.clone(), ..ClientTlsSettings::default() };
+            Some(ClientTls::new(&tls, directory.span, &mut SystemRoots::default(), report)?)
+        }
+        Scheme::Http | Scheme::Unix => None,
+    };
+    Some(Some(Acme {
+        email: text(&settings.email),
+        profile: text(&settings.profile),
+        domains: Some(settings.domains).filter(|domains| !domains.is_empty())?,
+        directory: directory.text,
+        server,
+        target,
+        tls,
+        storage: settings.storage?,
+        span: item.key_span.clone(),
+    }))
+}
+
+/// Parses the URL of a directory. Without TLS, anyone on the way could exchange the certificate.
+fn parse_directory(url: &str) -> Parsed<(Server, PathAndQuery)> {
+    let (server, target) = parse_url(url, "a directory", DIRECTORY_EXAMPLE)?;
+    let is_loopback = server.host == "localhost" || server.host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    if server.scheme == Scheme::Http && !is_loopback {
+        let message = format!("{} has no TLS: anyone on the way could replace the certificate", quoted(url));
+        let rest = url.trim_start_matches("http://");
+        return Err((message, format!("write `\"https://{rest}\"`; `http` is for loopback addresses")));
+    }
+    Ok((server, target))
+}
+
+fn read_domains(item: &Item, report: &mut Report) -> Option<Vec<String>> {
+    let domains = read_distinct(item, "[\"api.example.com\"]", "no certificate is ordered", parse_domain, report)?;
+    if domains.len() > DOMAINS_MAX {
+        let message = format!("`domains` has {} names, and a certificate has at most {DOMAINS_MAX}", domains.len());
+        report.problem(item.span.clone(), message, "write several `[[listen.https]]`, each with its own names");
+    }
+    Some(domains)
+}
+
+fn parse_domain(word: &SpannedStr) -> Parsed<String> {
+    let lower = word.text.to_ascii_lowercase();
+    let fix = match lower.strip_prefix("*.") {
+        Some(parent) => format!(
+            "write the names below {}, each by itself, or name a `certificate` file: a `*` needs a challenge in DNS",
+            quoted(parent)
+        ),
+        None if lower.parse::<IpAddr>().is_ok() => {
+            String::from("write a DNS name: certificates for addresses are not ordered")
+        }
+        None if is_name(&lower) => return Ok(lower),
+        None if !lower.is_ascii() => String::from("write the name in punycode: `xn--…`"),
+        None => String::from("write a name such as `\"api.example.com\"`, without scheme, port or path"),
+    };
+    Err((format!("{} cannot be a name of an ordered certificate", quoted(word.text)), fix))
+}
+
+fn read_storage(item: &Item, report: &mut Report) -> Option<Option<AcmeStorage>> {
+    let word = item.string("\"/var/lib/transom/acme\"", report)?;
+    if word.text == "shared" {
+        return Some(Some(AcmeStorage::Shared));
+    }
+    read_absolute_path(item, "\"/var/lib/transom/acme\"", report).map(|path| Some(AcmeStorage::Directory(path)))
+}
+
+fn check_acme(settings: &mut AcmeSettings, table: &mut Table, report: &mut Report) {
+    suggest_ca(table, "ca", "ca = \"FILE\"");
+    for (key, meant) in
+        [("domain", "domains"), ("cache", "storage"), ("storage_dir", "storage"), ("staging", "directory")]
+    {
+        let fix = match meant {
+            "domains" => "write `domains = [\"api.example.com\"]`",
+            "storage" => STORAGE_FIX,
+            _ => "write `directory = \"https://acme-staging-v02.api.letsencrypt.org/directory\"`",
+        };
+        table.suggest_for(key, meant, fix);
+    }
+    if let Some(email) = settings.email.as_ref().filter(|email| !is_address(&email.text)) {
+        let message = format!("{} is not an e-mail address", quoted(&email.text));
+        report.problem(email.span.clone(), message, "write an address such as `\"admin@example.com\"`");
+    }
+}
+
+fn is_address(text: &str) -> bool {
+    let address = text.split_once('@');
+    address.is_some_and(|(name, host)| !name.is_empty() && is_name(host)) && !text.contains([' ', ',', ':', '?'])
+}
+
+/// Reports certificates that are kept in the shared store, if there is none.
+pub fn report_missing_store(listen: &Listen, report: &mut Report) {
+    let orders = listen.tls_listeners().filter_map(|https| https.acme.as_ref());
+    for acme in orders.filter(|acme| acme.storage == AcmeStorage::Shared) {
+        let fix = "write `[counters.shared]`, then its `redis`, or `storage = \"/var/lib/transom/acme\"`";
+        report.problem(acme.span.clone(), "`storage = \"shared\"` needs the store of `[counters.shared]`", fix);
+    }
+}
+
+/// The route that answers HTTP-01 challenges for the names of all certificates; `None` if none is ordered. Its path is more
+/// specific than those of other routes, and costs their requests nothing. `is_taken`: whether another route has a name.
+pub fn challenge_route(
+    listen: &Listen,
+    reading: PathReading,
+    is_taken: impl Fn(&str) -> bool,
+    report: &mut Report,
+) -> Option<Route> {
+    let mut hosts: Vec<String> = Vec::new();
+    let orders = listen.tls_listeners().filter_map(|https| https.acme.as_ref());
+    for domain in orders.flat_map(|acme| &acme.domains) {
+        if !hosts.contains(domain) {
+            hosts.push(domain.clone());
+        }
+    }
+    if hosts.is_empty() {
+        return None;
+    }
+    let path = SpannedStr { text: CHALLENGE_PATH, span: 0..0 };
+    let path = PathPattern::read(&SpannedString::new("path", &path), PatternKind::Route, reading, report)?;
+    let name = if is_taken(ROUTE) { "acme-challenge-of-the-gateway" } else { ROUTE };
+    let actions = Actions { response: Some(LocalResponse::AcmeChallenge), ..Actions::default() };
+    Some(Route {
+        name: name.to_owned(),
+        hosts,
+        methods: vec![String::from("GET")],
+        headers: Vec::new(),
+        path,
+        // Routes that name a scheme come first, such as a redirect of all requests to https.
+        secure: Some(false),
+        actions: Some(Box::new(actions)),
+        upstream: None,
+        websocket: false,
+        rules: Vec::new(),
+        allow: Vec::new(),
+        cost: None,
+    })
+}

@@ -1,0 +1,346 @@
+//! Certificates that an authority issues over ACME (RFC 8555): a thread for each order obtains the certificate, and renews it. Handshakes
+//! read the certificate in use, and the pending challenges; no request waits for the thread.
+//!
+//! A certificate is renewed after two thirds of its lifetime, or when the authority says so (ARI, RFC 9773). While orders fail, the
+//! certificate stays in use, and the pauses between orders grow.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use instant_acme::{
+    Account, AccountCredentials, AuthorizationStatus, CertificateIdentifier, ChallengeType, Identifier, NewAccount,
+    NewOrder, Order, OrderStatus, RetryPolicy,
+};
+use tokio::sync::oneshot;
+use tokio::time::{sleep, timeout};
+
+use live_certificate::LiveCertificate;
+use storage::Storage;
+use transom_config::acme::Acme;
+use transom_config::certificate::Certificate;
+use transom_rules::acme_challenges::{Challenge, PendingChallenges};
+use transom_runtime::clock::Clock;
+use transom_runtime::metrics::events::AcmeMetrics;
+
+mod http_client;
+pub mod live_certificate;
+pub mod storage;
+
+/// Limit for one order.
+const ORDER_TIMEOUT: Duration = Duration::from_secs(300);
+/// Limit for the authority to validate the challenges, or to issue the certificate.
+const POLL_TIMEOUT: Duration = Duration::from_secs(90);
+/// The longest pause between two looks at the clock and the storage: steps of the clock, and a renewal by another process.
+const PAUSE_MAX: Duration = Duration::from_secs(60);
+/// How often an order of another gateway is looked at.
+const ORDERED_ELSEWHERE_PAUSE: Duration = Duration::from_secs(2);
+/// Time from the first failure to the next order. It grows fourfold with each failure: Let's Encrypt permits five failures an hour.
+const RETRY_AFTER: Duration = Duration::from_secs(30);
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(6 * 60 * 60);
+/// How long a renewal time that the authority has stated is used, where it does not say.
+const SUGGESTION_PERIOD: Duration = Duration::from_secs(6 * 60 * 60);
+
+/// Orders one certificate.
+pub struct CertificateOrder {
+    pub acme: Acme,
+    pub live: Arc<LiveCertificate>,
+    pub challenges: Arc<PendingChallenges>,
+    /// Whether challenges over HTTP can arrive: there is a listener without TLS.
+    pub has_http: bool,
+    pub metrics: AcmeMetrics,
+    pub clock: Clock,
+}
+
+/// What the thread knows.
+struct Orderer {
+    order: CertificateOrder,
+    storage: Storage,
+    /// The certificate in use, as stored.
+    stored: Option<Stored>,
+    suggestion: Option<Suggestion>,
+    /// Orders that failed since the last success.
+    failures: u32,
+    /// Unix seconds before which no order is tried again.
+    retry_at_s: i64,
+}
+
+struct Stored {
+    text: String,
+    certificate: Certificate,
+}
+
+/// The time of the renewal that the authority suggests.
+struct Suggestion {
+    renew_at_s: i64,
+    /// When to ask again, Unix seconds.
+    valid_until_s: i64,
+}
+
+impl CertificateOrder {
+    /// Obtains and renews the certificate until the sender of `stop` is dropped. `loaded` is sent once the storage was read.
+    pub async fn run(self, storage: Storage, loaded: std::sync::mpsc::SyncSender<()>, stop: oneshot::Receiver<()>) {
+        let mut loaded = Some(loaded);
+        let changed = storage.changed();
+        let mut orderer = Orderer { order: self, storage, stored: None, suggestion: None, failures: 0, retry_at_s: 0 };
+        let renew = async {
+            loop {
+                orderer.load().await;
+                loaded.take();
+                let pause = orderer.renew_if_due().await;
+                tokio::select! {
+                    () = sleep(pause) => {}
+                    () = changed.notified() => {}
+                }
+            }
+        };
+        tokio::select! {
+            () = renew => {}
+            _ = stop => {}
+        }
+    }
+}
+
+impl Orderer {
+    fn now_s(&self) -> i64 {
+        i64::try_from(self.order.clock.wall_ms() / 1000).unwrap_or(i64::MAX)
+    }
+
+    /// The names, for messages.
+    fn names(&self) -> String {
+        self.order.acme.domains.join(", ")
+    }
+
+    /// Uses the certificate of the storage, if it is another one.
+    async fn load(&mut self) {
+        let text = match self.storage.load_certificate().await {
+            Ok(Some(text)) => text,
+            Ok(None) => return,
+            Err(error) => {
+                tracing::error!(domains = self.names(), "the certificate cannot be read from its storage: {error}");
+                return;
+            }
+        };
+        if self.stored.as_ref().is_none_or(|stored| stored.text != text) {
+            match Certificate::parse(&self.names(), text.as_bytes()) {
+                Ok(certificate) => self.use_certificate(text, certificate),
+                Err(why) => tracing::error!(domains = self.names(), "the stored certificate cannot be used: {why}"),
+            }
+        }
+    }
+
+    fn use_certificate(&mut self, text: String, certificate: Certificate) {
+        self.order.live.replace(&certificate);
+        self.suggestion = None;
+        self.stored = Some(Stored { text, certificate });
+    }
+
+    /// Orders a certificate, if there is none or it is due for renewal. Returns the time to the next look.
+    async fn renew_if_due(&mut self) -> Duration {
+        self.stored.iter().for_each(|stored| self.order.metrics.in_use(stored.certificate.not_after_s));
+        self.ask_for_suggestion().await;
+        let due_s = self.stored.as_ref().map_or(0, |stored| renewal_time(stored, self.suggestion.as_ref()));
+        let wait_s = due_s.max(self.retry_at_s) - self.now_s();
+        if wait_s > 0 {
+            return Duration::from_secs(wait_s.unsigned_abs()).min(PAUSE_MAX);
+        }
+        match self.storage.begin_order(self.now_s(), ORDER_TIMEOUT).await {
+            Ok(true) => {}
+            Ok(false) => return ORDERED_ELSEWHERE_PAUSE,
+            Err(error) => {
+                tracing::warn!(
+                    domains = self.names(),
+                    "no certificate is ordered, because the storage cannot be used: {error}"
+                );
+                return ORDERED_ELSEWHERE_PAUSE;
+            }
+        }
+        let is_renewal = self.stored.is_some();
+        let mut tokens = Vec::new();
+        let ordered = timeout(ORDER_TIMEOUT, self.order_certificate(&mut tokens)).await;
+        let ordered = ordered.unwrap_or_else(|_elapsed| Err(String::from("the authority did not issue it in time")));
+        for token in tokens {
+            self.order.challenges.remove(&token);
+            self.storage.withdraw(&token).await;
+        }
+        match ordered {
+            Ok((text, certificate)) => {
+                let (domains, issued) = (self.names(), if is_renewal { "renewed" } else { "issued" });
+                tracing::info!(domains, directory = self.order.acme.directory, "the certificate is {issued}");
+                if let Err(error) = self.storage.save_certificate(text.clone()).await {
+                    tracing::error!(domains, "the certificate is used, but cannot be stored: {error}");
+                }
+                self.use_certificate(text, certificate);
+                self.storage.end_order().await;
+                (self.failures, self.retry_at_s) = (0, 0);
+                self.order.metrics.issued();
+                Duration::ZERO
+            }
+            Err(why) => {
+                self.storage.end_order().await;
+                let pause = retry_after(self.failures).mul_f64(0.75 + fastrand::f64() * 0.25);
+                self.failures = self.failures.saturating_add(1);
+                self.retry_at_s = self.now_s().saturating_add(pause.as_secs().cast_signed());
+                self.order.metrics.failed();
+                let effect = match &self.stored {
+                    Some(_) => "the old one stays in use",
+                    None => "handshakes for its names fail",
+                };
+                let (domains, retry_s) = (self.names(), pause.as_secs());
+                tracing::warn!(domains, retry_s, "no certificate was issued: {why}; {effect}");
+                pause.min(PAUSE_MAX)
+            }
+        }
+    }
+
+    /// Asks the authority when it suggests to renew the certificate, if it is time to ask.
+    async fn ask_for_suggestion(&mut self) {
+        let Some(stored) = &self.stored else { return };
+        if self.suggestion.as_ref().is_some_and(|known| self.now_s() < known.valid_until_s) {
+            return;
+        }
+        let own = renewal_time(stored, None);
+        let asked = match identifier(&stored.certificate) {
+            Some(id) => timeout(POLL_TIMEOUT, self.suggested_window(&id)).await.ok().flatten(),
+            None => None,
+        };
+        let (renew_at_s, valid_for) = match asked {
+            // A random time of the window, so that not all certificates are renewed at once.
+            Some((start_s, end_s, valid_for)) => {
+                (start_s + (fastrand::f64() * (end_s - start_s) as f64) as i64, valid_for)
+            }
+            None => (own, SUGGESTION_PERIOD),
+        };
+        let valid_for_s = valid_for.clamp(PAUSE_MAX, 4 * SUGGESTION_PERIOD).as_secs().cast_signed();
+        self.suggestion = Some(Suggestion { renew_at_s, valid_until_s: self.now_s().saturating_add(valid_for_s) });
+    }
+
+    /// Beginning and end of the window in Unix seconds, and how long to use them. `None`: the authority has no suggestions, or
+    /// cannot be reached.
+    async fn suggested_window(&self, id: &CertificateIdentifier<'_>) -> Option<(i64, i64, Duration)> {
+        let account = self.account().await.ok()?;
+        let (info, valid_for) = account.renewal_info(id).await.ok()?;
+        let window = info.suggested_window;
+        Some((window.start.unix_timestamp(), window.end.unix_timestamp(), valid_for))
+    }
+
+    /// The account at the authority; a new one if there is none yet.
+    async fn account(&self) -> Result<Account, String> {
+        let acme = &self.order.acme;
+        let builder = || Account::builder_with_http(Box::new(http_client::HttpsClient::new(acme)));
+        if let Some(text) = self.storage.load_account(acme).await? {
+            let credentials: AccountCredentials =
+                serde_json::from_str(&text).map_err(|error| format!("the stored account cannot be read: {error}"))?;
+            return builder().from_credentials(credentials).await.map_err(shown);
+        }
+        let contact = acme.email.as_ref().map(|email| format!("mailto:{email}"));
+        let contact: Vec<&str> = contact.iter().map(String::as_str).collect();
+        let account = NewAccount { contact: &contact, terms_of_service_agreed: true, only_return_existing: false };
+        let (account, credentials) = builder().create(&account, acme.directory.clone(), None).await.map_err(shown)?;
+        let text = serde_json::to_string(&credentials).map_err(|error| error.to_string())?;
+        self.storage.save_account(acme, text).await?;
+        Ok(account)
+    }
+
+    /// Orders the certificate. Returns it with its key as PEM. An error says why there is none. `tokens`: of the challenges that
+    /// were published.
+    async fn order_certificate(&self, tokens: &mut Vec<String>) -> Result<(String, Certificate), String> {
+        let acme = &self.order.acme;
+        let account = self.account().await?;
+        let identifiers: Vec<Identifier> = acme.domains.iter().cloned().map(Identifier::Dns).collect();
+        let mut new_order = NewOrder::new(&identifiers);
+        if let Some(profile) = &acme.profile {
+            new_order = new_order.profile(profile);
+        }
+        let mut order = account.new_order(&new_order).await.map_err(shown)?;
+        self.answer_challenges(&mut order, tokens).await?;
+        let polling = RetryPolicy::new().timeout(POLL_TIMEOUT);
+        match order.poll_ready(&polling).await {
+            Ok(OrderStatus::Ready | OrderStatus::Valid) => {}
+            Ok(_) | Err(instant_acme::Error::Api(_)) => return Err(rejection(&mut order).await),
+            Err(error) => return Err(shown(error)),
+        }
+        let key = order.finalize().await.map_err(shown)?;
+        let chain = order.poll_certificate(&polling).await.map_err(shown)?;
+        let text = format!("{}\n{key}", chain.trim_end());
+        let certificate = Certificate::parse(&self.names(), text.as_bytes())?;
+        match acme.domains.iter().find(|domain| !certificate.dns_names.contains(domain)) {
+            Some(missing) => Err(format!("the certificate that was issued lacks the name `{missing}`")),
+            None => Ok((text, certificate)),
+        }
+    }
+
+    /// Publishes the answers to the challenges of an order, and has the authority validate them. Each further attempt uses the other
+    /// type of challenge, where both can be answered.
+    async fn answer_challenges(&self, order: &mut Order, tokens: &mut Vec<String>) -> Result<(), String> {
+        let is_http = self.order.has_http && self.failures.is_multiple_of(2);
+        let types = match is_http {
+            true => [ChallengeType::Http01, ChallengeType::TlsAlpn01],
+            false => [ChallengeType::TlsAlpn01, ChallengeType::Http01],
+        };
+        let mut authorizations = order.authorizations();
+        while let Some(authorization) = authorizations.next().await {
+            let mut authorization = authorization.map_err(shown)?;
+            let domain = authorization.identifier().to_string();
+            match authorization.status {
+                AuthorizationStatus::Valid => continue,
+                AuthorizationStatus::Pending => {}
+                status => return Err(format!("the authorization of `{domain}` is {status:?}")),
+            }
+            let offered =
+                |wanted: &&ChallengeType| authorization.challenges.iter().any(|known| known.r#type == **wanted);
+            let usable = types.iter().filter(|wanted| self.order.has_http || **wanted != ChallengeType::Http01);
+            let Some(wanted) = usable.clone().find(offered).cloned() else {
+                return Err(format!("the authority offers no challenge over HTTP or TLS for `{domain}`"));
+            };
+            let Some(mut challenge) = authorization.challenge(wanted) else { continue };
+            let answer = Challenge {
+                domain,
+                token: challenge.token.clone(),
+                key_authorization: challenge.key_authorization().as_str().to_owned(),
+            };
+            tokens.push(answer.token.clone());
+            self.storage.publish(&answer).await?;
+            self.order.challenges.add(answer);
+            challenge.set_ready().await.map_err(shown)?;
+        }
+        Ok(())
+    }
+}
+
+/// When a certificate is renewed, Unix seconds.
+fn renewal_time(stored: &Stored, suggestion: Option<&Suggestion>) -> i64 {
+    let Certificate { not_before_s, not_after_s, .. } = stored.certificate;
+    let own = not_before_s + (not_after_s - not_before_s) / 3 * 2;
+    suggestion.map_or(own, |suggestion| suggestion.renew_at_s)
+}
+
+/// The identifier of a certificate in requests about its renewal (RFC 9773, section 4.1).
+fn identifier(certificate: &Certificate) -> Option<CertificateIdentifier<'static>> {
+    let identifier = CertificateIdentifier::try_from(certificate.key.cert.first()?).ok()?;
+    Some(identifier.into_owned())
+}
+
+/// The pause after a number of failures in a row.
+fn retry_after(failures: u32) -> Duration {
+    RETRY_AFTER.saturating_mul(4_u32.saturating_pow(failures)).min(RETRY_AFTER_MAX)
+}
+
+/// Why the authority did not validate an order: what it says of the first challenge that failed.
+async fn rejection(order: &mut Order) -> String {
+    let mut authorizations = order.authorizations();
+    while let Some(Ok(mut authorization)) = authorizations.next().await {
+        let domain = authorization.identifier().to_string();
+        if authorization.refresh().await.is_err() {
+            continue;
+        }
+        let mut errors = authorization.challenges.iter().filter_map(|challenge| challenge.error.as_ref());
+        if let Some(error) = errors.next() {
+            return format!("the authority could not validate `{domain}`: {error}");
+        }
+    }
+    String::from("the authority has rejected the order")
+}
+
+fn shown(error: instant_acme::Error) -> String {
+    error.to_string()
+}

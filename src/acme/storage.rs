@@ -1,0 +1,239 @@
+//! Where account, certificate and key of an order are kept: a directory, or the store that gateways share.
+//!
+//! In the store, a gateway claims an order before it begins it, so that one of them orders the certificate. It publishes the
+//! challenges there, because the authority may ask any of the gateways.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use tokio::sync::Notify;
+use tokio::time::sleep;
+
+use crate::atomic_file::Draft;
+use transom_config::acme::Acme;
+use transom_rules::acme_challenges::{Challenge, PendingChallenges};
+use transom_store::map_follower::{ChangeError, MapCopy, MapObserver, SharedMap, Update};
+use transom_store::shared_map::{Changed, Precondition};
+
+/// The name of the data in the store.
+pub const MAP: &str = "acme";
+/// What the names of challenges in the store begin with.
+const CHALLENGE: &str = "challenge/";
+/// The time in which other gateways read a challenge that was published.
+const PUBLISH_DELAY: Duration = Duration::from_secs(1);
+
+/// The storage of one order.
+pub struct Storage {
+    place: Place,
+    changed: Arc<Notify>,
+}
+
+enum Place {
+    Directory { path: PathBuf, order: String },
+    Shared(SharedOrder),
+}
+
+/// An order in the store.
+struct SharedOrder {
+    map: SharedMap,
+    order: String,
+    /// Of this process.
+    claimant: String,
+}
+
+/// The claim of a gateway to order a certificate.
+#[derive(Serialize, Deserialize)]
+struct Claim {
+    claimant: String,
+    /// Unix seconds.
+    until_s: i64,
+}
+
+/// A challenge in the store; its token is in the name of its entry.
+#[derive(Serialize, Deserialize)]
+struct StoredChallenge {
+    domain: String,
+    key_authorization: String,
+}
+
+/// Passes the challenges of the store on to this gateway, and wakes the thread of the order.
+pub struct ChallengeObserver {
+    pub challenges: Arc<PendingChallenges>,
+    pub changed: Arc<Notify>,
+}
+
+impl Storage {
+    pub fn directory(path: PathBuf, acme: &Acme) -> Storage {
+        Storage { place: Place::Directory { path, order: order_name(acme) }, changed: Arc::default() }
+    }
+
+    /// `changed`: notified when the map changes.
+    pub fn shared(map: SharedMap, acme: &Acme, changed: Arc<Notify>) -> Storage {
+        let claimant = format!("{:016x}", fastrand::u64(..));
+        Storage { place: Place::Shared(SharedOrder { map, order: order_name(acme), claimant }), changed }
+    }
+
+    /// Notified when others may have changed what is stored.
+    pub fn changed(&self) -> Arc<Notify> {
+        Arc::clone(&self.changed)
+    }
+
+    /// The certificate of the order, with its key.
+    pub async fn load_certificate(&self) -> Result<Option<String>, String> {
+        self.load(&self.certificate_name()).await
+    }
+
+    pub async fn save_certificate(&self, text: String) -> Result<(), String> {
+        self.save(&self.certificate_name(), text).await
+    }
+
+    pub async fn load_account(&self, acme: &Acme) -> Result<Option<String>, String> {
+        self.load(&account_name(acme)).await
+    }
+
+    pub async fn save_account(&self, acme: &Acme, text: String) -> Result<(), String> {
+        self.save(&account_name(acme), text).await
+    }
+
+    fn certificate_name(&self) -> String {
+        match &self.place {
+            Place::Directory { order, .. } | Place::Shared(SharedOrder { order, .. }) => format!("{order}.pem"),
+        }
+    }
+
+    async fn load(&self, name: &str) -> Result<Option<String>, String> {
+        match &self.place {
+            Place::Directory { path, .. } => match fs::read_to_string(path.join(name)) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+                read => read.map(Some).map_err(|error| format!("{}: {error}", path.join(name).display())),
+            },
+            Place::Shared(SharedOrder { map, .. }) => {
+                let known = map.get(name);
+                if known.is_none() {
+                    // At the start, the map is not read yet.
+                    map.synchronize().await?;
+                }
+                Ok(known.or_else(|| map.get(name)).map(|entry| entry.text.to_string()))
+            }
+        }
+    }
+
+    async fn save(&self, name: &str, text: String) -> Result<(), String> {
+        match &self.place {
+            Place::Directory { path, .. } => {
+                let file = path.join(name);
+                let save = || {
+                    fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+                    Draft::begin(&file)?.publish(&text)
+                };
+                save().map_err(|error| format!("{}: {error}", file.display()))
+            }
+            Place::Shared(shared) => shared.change(name, Some(text), Precondition::None).await.map(drop),
+        }
+    }
+
+    /// Claims the order for as long as it may take. `false`: another gateway has claimed it.
+    pub async fn begin_order(&self, now_s: i64, limit: Duration) -> Result<bool, String> {
+        let Place::Shared(shared) = &self.place else { return Ok(true) };
+        let name = shared.claim_name();
+        let current = shared.map.get(&name);
+        let claim = current.as_ref().and_then(|entry| serde_json::from_str::<Claim>(&entry.text).ok());
+        if claim.is_some_and(|claim| claim.until_s > now_s && claim.claimant != shared.claimant) {
+            return Ok(false);
+        }
+        let precondition = current.map_or(Precondition::Absent, |entry| Precondition::Version(entry.version));
+        let until_s = now_s.saturating_add(limit.as_secs().cast_signed());
+        let claim = Claim { claimant: shared.claimant.clone(), until_s };
+        let text = serde_json::to_string(&claim).map_err(|error| error.to_string())?;
+        let changed = shared.change(&name, Some(text), precondition).await?;
+        Ok(matches!(changed, Changed::Changed { .. }))
+    }
+
+    /// Gives the claim up.
+    pub async fn end_order(&self) {
+        if let Place::Shared(shared) = &self.place {
+            // Without the store, the claim ends by itself.
+            let _ = shared.change(&shared.claim_name(), None, Precondition::Exists).await;
+        }
+    }
+
+    /// Has the other gateways answer a challenge. Returns once they know it.
+    pub async fn publish(&self, challenge: &Challenge) -> Result<(), String> {
+        let Place::Shared(shared) = &self.place else { return Ok(()) };
+        let Challenge { domain, token, key_authorization } = challenge.clone();
+        let text = serde_json::to_string(&StoredChallenge { domain, key_authorization });
+        let text = text.map_err(|error| error.to_string())?;
+        shared.change(&format!("{CHALLENGE}{token}"), Some(text), Precondition::None).await?;
+        sleep(PUBLISH_DELAY).await;
+        Ok(())
+    }
+
+    pub async fn withdraw(&self, token: &str) {
+        if let Place::Shared(shared) = &self.place {
+            // What stays is of no use once the authority has validated it.
+            let _ = shared.change(&format!("{CHALLENGE}{token}"), None, Precondition::Exists).await;
+        }
+    }
+}
+
+impl SharedOrder {
+    fn claim_name(&self) -> String {
+        format!("order/{}", self.order)
+    }
+
+    async fn change(&self, name: &str, text: Option<String>, precondition: Precondition) -> Result<Changed, String> {
+        match self.map.change(name, text, precondition).await {
+            Ok(Changed::Away) => Err(String::from("the store has lost its data, which a gateway refills")),
+            Ok(changed) => Ok(changed),
+            Err(ChangeError::NotMade(why) | ChangeError::Unconfirmed(why)) => Err(why),
+        }
+    }
+}
+
+impl ChallengeObserver {
+    fn set(&self, name: &str, text: Option<&str>) {
+        let Some(token) = name.strip_prefix(CHALLENGE) else { return };
+        match text.and_then(|text| serde_json::from_str::<StoredChallenge>(text).ok()) {
+            Some(StoredChallenge { domain, key_authorization }) => {
+                self.challenges.add(Challenge { domain, token: token.to_owned(), key_authorization });
+            }
+            None => self.challenges.remove(token),
+        }
+    }
+}
+
+impl MapObserver for ChallengeObserver {
+    fn updated(&mut self, update: Update<'_>, _copy: &MapCopy) {
+        match update {
+            Update::All(entries) => entries.iter().for_each(|(name, entry)| self.set(name, Some(&entry.text))),
+            Update::Changes(changes) => {
+                changes.iter().for_each(|change| self.set(&change.name, change.text.as_deref()));
+            }
+        }
+        self.changed.notify_one();
+    }
+
+    fn polled(&mut self, _is_synchronized: bool) {}
+}
+
+fn account_name(acme: &Acme) -> String {
+    format!("account-{}-{}.json", acme.server.host.replace([':', '/'], "_"), acme.server.port)
+}
+
+/// The name of an order: its first name, and a digest of all names if there are more.
+fn order_name(acme: &Acme) -> String {
+    let mut domains: Vec<&str> = acme.domains.iter().map(String::as_str).collect();
+    let first = domains.first().copied().unwrap_or_default().to_owned();
+    if domains.len() == 1 {
+        return first;
+    }
+    domains.sort_unstable();
+    let digest = Sha256::digest(domains.join(",").as_bytes());
+    format!("{first}-{:02x}{:02x}{:02x}{:02x}", digest[0], digest[1], digest[2], digest[3])
+}

@@ -1,0 +1,204 @@
+//! Certificates that an authority issues: against Pebble, with a DNS server that resolves all names to this machine.
+
+use std::fs;
+use std::net::{SocketAddr, TcpStream, UdpSocket};
+use std::os::unix::fs::PermissionsExt as _;
+use std::process::{Command, Stdio};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::support::external_servers::program;
+use crate::support::gateway::Gateway;
+use crate::support::process::ProcessGroup;
+use crate::support::redis::{RedisServer, free_port};
+use crate::support::test_ca::TestCa;
+use crate::support::{TempDir, eventually, eventually_within};
+
+/// An authority for tests, with its DNS server.
+struct Pebble {
+    directory: String,
+    management: u16,
+    scratch: TempDir,
+    _processes: [ProcessGroup; 2],
+}
+
+impl Pebble {
+    /// Starts an authority that validates at these ports, and whose certificates are valid for some seconds.
+    fn start(http_port: u16, tls_port: u16, validity_s: u32) -> Pebble {
+        let scratch = TempDir::new();
+        let (acme, management, dns, dns_management) = (free_port(), free_port(), free_dns_port(), free_port());
+        let authority = TestCa::new();
+        let own = authority.issue(&["127.0.0.1"]);
+        scratch.write("ca.pem", &authority.pem);
+        scratch.write("own.pem", &own.pem);
+        scratch.write("own.key", &own.key_pem);
+        let settings = serde_json::json!({"pebble": {
+            "listenAddress": format!("127.0.0.1:{acme}"), "managementListenAddress": format!("127.0.0.1:{management}"),
+            "certificate": scratch.path().join("own.pem"), "privateKey": scratch.path().join("own.key"),
+            "httpPort": http_port, "tlsPort": tls_port, "ocspResponderURL": "", "externalAccountBindingRequired": false,
+            "certificateValidityPeriod": validity_s,
+        }});
+        let settings = scratch.write("pebble.json", settings.to_string());
+        let mut resolver = Command::new(program("pebble-challtestsrv"));
+        resolver.args([
+            "-defaultIPv4",
+            "127.0.0.1",
+            "-defaultIPv6",
+            "",
+            "-http01",
+            "",
+            "-https01",
+            "",
+            "-tlsalpn01",
+            "",
+        ]);
+        resolver.args(["-dns01", &format!("127.0.0.1:{dns}"), "-management", &format!("127.0.0.1:{dns_management}")]);
+        let mut pebble = Command::new(program("pebble"));
+        pebble.args(["-strict", "-dnsserver", &format!("127.0.0.1:{dns}"), "-config"]).arg(&settings);
+        // A fifth of good nonces is rejected, as servers may.
+        pebble.env("PEBBLE_VA_NOSLEEP", "1").env("PEBBLE_WFE_NONCEREJECT", "20");
+        let processes = [&mut resolver, &mut pebble].map(|command| {
+            let log = fs::File::options().append(true).create(true).open(scratch.path().join("log")).unwrap();
+            let command = command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+            ProcessGroup::spawn(command)
+        });
+        for port in [acme, management, dns_management] {
+            eventually("the authority listens", || TcpStream::connect(("127.0.0.1", port)).is_ok());
+        }
+        let directory = format!("https://127.0.0.1:{acme}/dir");
+        Pebble { directory, management, scratch, _processes: processes }
+    }
+
+    /// The setting `acme` for these names.
+    fn toml(&self, domains: &[&str], storage: &str) -> String {
+        let ca = self.scratch.path().join("ca.pem");
+        format!(
+            "acme = {{ domains = {domains:?}, email = \"admin@gateway.test\", directory = \"{}\", ca = \"{}\", storage = \"{storage}\" }}\n",
+            self.directory,
+            ca.display()
+        )
+    }
+
+    /// The file with the root certificate of what it issues.
+    fn root(&self) -> String {
+        let url = format!("https://127.0.0.1:{}/roots/0", self.management);
+        let ca = self.scratch.path().join("ca.pem");
+        let output = Command::new("curl").args(["-sSf", "--cacert"]).arg(&ca).arg(&url).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        self.scratch.write("root.pem", output.stdout).display().to_string()
+    }
+
+    /// Sends a request to a gateway by a name, whose certificate must be issued by this authority. Its status code.
+    fn get(&self, address: SocketAddr, name: &str) -> Option<String> {
+        let (url, port) = (format!("https://{name}:{}/a", address.port()), address.port());
+        let mut curl = Command::new("curl");
+        curl.args(["-sS", "-o", "/dev/null", "-w", "%{http_code}", "--cacert", &self.root()]);
+        curl.args(["--resolve", &format!("{name}:{port}:127.0.0.1"), &url]);
+        let output = curl.output().unwrap();
+        output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
+    }
+}
+
+/// A free port of UDP and TCP.
+fn free_dns_port() -> u16 {
+    (0..100).map(|_| free_port()).find(|port| UdpSocket::bind(("127.0.0.1", *port)).is_ok()).unwrap()
+}
+
+/// The serial number of the certificate that a gateway has for a name.
+fn serial(address: SocketAddr, name: &str) -> String {
+    let connect = format!("openssl s_client -connect {address} -servername {name} </dev/null 2>/dev/null");
+    let output = Command::new("sh").args(["-c", &format!("{connect} | openssl x509 -noout -serial")]).output().unwrap();
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
+fn orders(gateway: &Gateway, outcome: &str) -> u64 {
+    gateway.metrics().sum("transom_acme_orders_total", &[("outcome", outcome)])
+}
+
+fn now_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()
+}
+
+const ROUTE: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
+
+/// Over HTTP-01: the certificate is ordered, stored, renewed after two thirds of its lifetime, and used again after a restart. A
+/// route for all requests and a redirect of the host do not hide challenges.
+#[test]
+fn a_certificate_is_ordered_and_renewed() {
+    let (http, https) = (free_port(), free_port());
+    let pebble = Pebble::start(http, 1, 9);
+    let storage = pebble.scratch.path().join("acme");
+    let toml = format!(
+        "[listen]\nhttp = \"127.0.0.1:{http}\"\nadmin = \"127.0.0.1:0\"\n[listen.https]\naddress = \"127.0.0.1:{https}\"\n{}{ROUTE}\
+         [[routes]]\nhost = \"a.gateway.test\"\npath = \"/{{*rest}}\"\nscheme = \"http\"\nredirect = {{ to = \"https://{{host}}{{uri}}\" }}\n",
+        pebble.toml(&["a.gateway.test", "b.gateway.test"], &storage.display().to_string())
+    );
+    let gateway = Gateway::start_at(&toml, now_s());
+    let address = gateway.https_addresses()[0];
+    eventually_within(Duration::from_secs(60), "the certificate is issued", || orders(&gateway, "issued") == 1);
+    for name in ["a.gateway.test", "b.gateway.test"] {
+        assert_eq!(pebble.get(address, name).as_deref(), Some("200"), "{name}");
+    }
+    let first = serial(address, "a.gateway.test");
+    assert_eq!(gateway.get("/.well-known/acme-challenge/unknown").status, 200, "of the catch-all route: another host");
+    let unknown = gateway.get_with("/.well-known/acme-challenge/unknown", &[("host", "a.gateway.test")]);
+    assert_eq!(unknown.status, 404);
+    let files: Vec<_> = fs::read_dir(&storage).unwrap().map(|file| file.unwrap()).collect();
+    assert_eq!(files.len(), 2, "{files:?}");
+    for file in &files {
+        assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600, "{file:?}");
+    }
+    assert_eq!(fs::metadata(&storage).unwrap().permissions().mode() & 0o777, 0o700);
+    gateway.advance_s(6);
+    eventually_within(Duration::from_secs(60), "the certificate is renewed", || orders(&gateway, "issued") == 2);
+    let renewed = serial(address, "a.gateway.test");
+    assert_ne!(renewed, first);
+    drop(gateway);
+    let gateway = Gateway::start_at(&toml, now_s());
+    assert_eq!(serial(gateway.https_addresses()[0], "a.gateway.test"), renewed, "used from the first connection on");
+}
+
+/// Over TLS-ALPN-01 in a shared store: one gateway orders, another answers the authority, both use the certificate.
+#[test]
+fn gateways_share_a_certificate() {
+    let redis = RedisServer::start();
+    let (one, other) = (free_port(), free_port());
+    let pebble = Pebble::start(1, other, 3600);
+    let toml = |https: u16| {
+        let acme = pebble.toml(&["shared.gateway.test"], "shared");
+        let store = format!("[counters.shared]\nredis = \"{}\"\n", redis.url());
+        format!(
+            "[listen]\nadmin = \"127.0.0.1:0\"\n[listen.https]\naddress = \"127.0.0.1:{https}\"\n{acme}{store}{ROUTE}"
+        )
+    };
+    let gateways = [one, other].map(|https| Gateway::start_at(&toml(https), now_s()));
+    let addresses = gateways.each_ref().map(|gateway| gateway.https_addresses()[0]);
+    let issued = || gateways.iter().map(|gateway| orders(gateway, "issued")).sum::<u64>();
+    // A gateway that was not ready to answer in time is asked again by the next order.
+    eventually_within(Duration::from_secs(120), "the certificate is issued", || issued() == 1);
+    for address in addresses {
+        eventually("the gateway has the certificate", || pebble.get(address, "shared.gateway.test").is_some());
+    }
+    assert_eq!(serial(addresses[0], "shared.gateway.test"), serial(addresses[1], "shared.gateway.test"));
+    assert_eq!(issued(), 1);
+}
+
+/// The authority cannot reach the gateway: the certificate of the file stays in use, and the failure is counted.
+#[test]
+fn a_failed_order_leaves_the_certificate_in_use() {
+    let pebble = Pebble::start(1, 1, 3600);
+    let files = TestCa::new().issue(&["file.gateway.test"]);
+    let write = |name: &str, text: &str| pebble.scratch.write(name, text).display().to_string();
+    let (certificate, key) = (write("file.pem", &files.pem), write("file.key", &files.key_pem));
+    let toml = format!(
+        "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[listen.https]\naddress = \"127.0.0.1:0\"\n\
+         certificate = \"{certificate}\"\nprivate_key = \"{key}\"\n{}{ROUTE}",
+        pebble.toml(&["new.gateway.test"], &pebble.scratch.path().join("acme").display().to_string())
+    );
+    let gateway = Gateway::start_at(&toml, now_s());
+    eventually_within(Duration::from_secs(60), "the order fails", || orders(&gateway, "failed") == 1);
+    let address = gateway.https_addresses()[0];
+    for name in ["file.gateway.test", "new.gateway.test"] {
+        assert!(serial(address, name).starts_with("serial="), "{name}");
+        assert_eq!(serial(address, name), serial(address, "file.gateway.test"));
+    }
+}
