@@ -3,16 +3,19 @@
 //! A head and a small body arrive as two slices. Copying a few hundred bytes and writing one slice costs less than a vectored
 //! write; for large bodies the opposite holds. Under TLS, one slice is one record.
 
-use std::io::{self, IoSlice};
+use std::future::poll_fn;
+use std::io::{self, ErrorKind, IoSlice};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 
 use bytes::{Buf, Bytes};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{RecvFlags, recv};
 use rustix::process::{Resource, getrlimit};
 use smallvec::SmallVec;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsStream;
 
@@ -33,9 +36,99 @@ pub struct IoStream {
 
 #[derive(Debug)]
 enum Transport {
+    Clear(StreamSocket),
+    Tls(Box<TlsStream<StreamSocket>>),
+}
+
+/// A connected socket.
+#[derive(Debug)]
+pub enum StreamSocket {
     Tcp(TcpStream),
     Unix(UnixStream),
-    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl StreamSocket {
+    /// Sends without waiting for the acknowledgement of what was sent before (Nagle's algorithm). Unix sockets always do.
+    pub fn set_nodelay(&self) -> io::Result<()> {
+        match self {
+            StreamSocket::Tcp(tcp) => tcp.set_nodelay(true),
+            StreamSocket::Unix(_) => Ok(()),
+        }
+    }
+
+    /// Copies received bytes, which stay there to be read. Ready with 0 at the end of the stream.
+    fn poll_peek(&self, cx: &mut Context<'_>, bytes: &mut [u8]) -> Poll<io::Result<usize>> {
+        let unix = match self {
+            StreamSocket::Tcp(tcp) => return tcp.poll_peek(cx, &mut ReadBuf::new(bytes)),
+            StreamSocket::Unix(unix) => unix,
+        };
+        loop {
+            ready!(unix.poll_read_ready(cx))?;
+            let peeked = unix.try_io(Interest::READABLE, || Ok(recv(unix, &mut *bytes, RecvFlags::PEEK)?.0));
+            if !peeked.as_ref().is_err_and(|error| error.kind() == ErrorKind::WouldBlock) {
+                return Poll::Ready(peeked);
+            }
+        }
+    }
+
+    /// As [`TcpStream::peek`].
+    pub async fn peek(&self, bytes: &mut [u8]) -> io::Result<usize> {
+        poll_fn(|cx| self.poll_peek(cx, bytes)).await
+    }
+}
+
+impl AsFd for StreamSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            StreamSocket::Tcp(tcp) => tcp.as_fd(),
+            StreamSocket::Unix(unix) => unix.as_fd(),
+        }
+    }
+}
+
+impl AsyncRead for StreamSocket {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            StreamSocket::Tcp(tcp) => Pin::new(tcp).poll_read(cx, buffer),
+            StreamSocket::Unix(unix) => Pin::new(unix).poll_read(cx, buffer),
+        }
+    }
+}
+
+impl AsyncWrite for StreamSocket {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            StreamSocket::Tcp(tcp) => Pin::new(tcp).poll_write(cx, bytes),
+            StreamSocket::Unix(unix) => Pin::new(unix).poll_write(cx, bytes),
+        }
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            StreamSocket::Tcp(tcp) => Pin::new(tcp).poll_write_vectored(cx, slices),
+            StreamSocket::Unix(unix) => Pin::new(unix).poll_write_vectored(cx, slices),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    /// Sockets have no write buffer in this process.
+    fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            StreamSocket::Tcp(tcp) => Pin::new(tcp).poll_shutdown(cx),
+            StreamSocket::Unix(unix) => Pin::new(unix).poll_shutdown(cx),
+        }
+    }
 }
 
 /// The number of descriptors that the process may open.
@@ -45,14 +138,19 @@ pub fn descriptor_limit() -> u64 {
 
 impl IoStream {
     pub fn tcp(stream: TcpStream) -> IoStream {
-        IoStream::new(Transport::Tcp(stream))
+        IoStream::clear(StreamSocket::Tcp(stream))
     }
 
     pub fn unix(stream: UnixStream) -> IoStream {
-        IoStream::new(Transport::Unix(stream))
+        IoStream::clear(StreamSocket::Unix(stream))
     }
 
-    pub fn tls(stream: TlsStream<TcpStream>) -> IoStream {
+    /// A stream without TLS.
+    pub fn clear(socket: StreamSocket) -> IoStream {
+        IoStream::new(Transport::Clear(socket))
+    }
+
+    pub fn tls(stream: TlsStream<StreamSocket>) -> IoStream {
         IoStream::new(Transport::Tls(Box::new(stream)))
     }
 
@@ -80,7 +178,14 @@ impl IoStream {
     pub fn alpn(&self) -> Option<&[u8]> {
         match &self.stream {
             Transport::Tls(tls) => tls.get_ref().1.alpn_protocol(),
-            Transport::Tcp(_) | Transport::Unix(_) => None,
+            Transport::Clear(_) => None,
+        }
+    }
+
+    fn socket(&self) -> &StreamSocket {
+        match &self.stream {
+            Transport::Clear(socket) => socket,
+            Transport::Tls(tls) => tls.get_ref().0,
         }
     }
 
@@ -90,14 +195,7 @@ impl IoStream {
         if !self.unread.is_empty() {
             return Poll::Ready(Ok(true));
         }
-        let mut scratch = [0; 1];
-        match &self.stream {
-            Transport::Tcp(tcp) => tcp.poll_peek(cx, &mut ReadBuf::new(&mut scratch)),
-            Transport::Tls(tls) => tls.get_ref().0.poll_peek(cx, &mut ReadBuf::new(&mut scratch)),
-            // tokio cannot peek into a Unix socket. Only upstream servers use them.
-            Transport::Unix(_) => return Poll::Pending,
-        }
-        .map_ok(|bytes| bytes > 0)
+        self.socket().poll_peek(cx, &mut [0; 1]).map_ok(|bytes| bytes > 0)
     }
 
     /// Ready when bytes, or the end of the stream, can probably be read; always under TLS, which may hold bytes, or an error, that
@@ -107,8 +205,8 @@ impl IoStream {
             return Poll::Ready(());
         }
         match &self.stream {
-            Transport::Tcp(tcp) => tcp.poll_read_ready(cx),
-            Transport::Unix(unix) => unix.poll_read_ready(cx),
+            Transport::Clear(StreamSocket::Tcp(tcp)) => tcp.poll_read_ready(cx),
+            Transport::Clear(StreamSocket::Unix(unix)) => unix.poll_read_ready(cx),
             Transport::Tls(_) => return Poll::Ready(()),
         }
         .map(drop)
@@ -117,22 +215,16 @@ impl IoStream {
     /// Whether the peer has closed the connection, even if unread bytes precede the end.
     pub fn is_closed_by_peer(&self) -> bool {
         let closed = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-        let mut polled = [match &self.stream {
-            Transport::Tcp(tcp) => PollFd::new(tcp, PollFlags::RDHUP),
-            Transport::Unix(unix) => PollFd::new(unix, PollFlags::RDHUP),
-            Transport::Tls(tls) => PollFd::new(tls.get_ref().0, PollFlags::RDHUP),
-        }];
+        let mut polled = [PollFd::new(self.socket(), PollFlags::RDHUP)];
         poll(&mut polled, Some(&Timespec::default())).is_ok() && polled[0].revents().intersects(closed)
     }
 
     /// Makes closing the stream discard bytes that wait in the kernel to be sent.
     pub fn reset_on_close(&self) {
-        let _ = match &self.stream {
-            Transport::Tcp(tcp) => tcp.set_zero_linger(),
-            Transport::Tls(tls) => tls.get_ref().0.set_zero_linger(),
-            // Closing a Unix socket leaves nothing unsent in the kernel.
-            Transport::Unix(_) => Ok(()),
-        };
+        // Closing a Unix socket leaves nothing unsent in the kernel.
+        if let StreamSocket::Tcp(tcp) = self.socket() {
+            let _ = tcp.set_zero_linger();
+        }
     }
 
     /// Reads and discards what the socket has, up to about `most` bytes, without waiting.
@@ -171,8 +263,7 @@ impl AsyncRead for IoStream {
         }
         let before = buffer.filled().len();
         let read = match &mut self.stream {
-            Transport::Tcp(stream) => Pin::new(stream).poll_read(cx, buffer),
-            Transport::Unix(stream) => Pin::new(stream).poll_read(cx, buffer),
+            Transport::Clear(stream) => Pin::new(stream).poll_read(cx, buffer),
             Transport::Tls(stream) => Pin::new(stream).poll_read(cx, buffer),
         };
         self.counters.iter().for_each(|counters| counters.received(buffer.filled().len() - before));
@@ -183,8 +274,7 @@ impl AsyncRead for IoStream {
 impl Transport {
     fn poll_writev(&mut self, cx: &mut Context<'_>, slices: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
         match self {
-            Transport::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
-            Transport::Unix(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
+            Transport::Clear(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
             Transport::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
         }
     }
@@ -193,8 +283,7 @@ impl Transport {
 impl AsyncWrite for IoStream {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let sent = match &mut self.stream {
-            Transport::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
-            Transport::Unix(stream) => Pin::new(stream).poll_write(cx, bytes),
+            Transport::Clear(stream) => Pin::new(stream).poll_write(cx, bytes),
             Transport::Tls(stream) => Pin::new(stream).poll_write(cx, bytes),
         };
         self.count_sent(&sent);
@@ -229,16 +318,14 @@ impl AsyncWrite for IoStream {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &mut self.stream {
-            // Sockets have no write buffer in this process.
-            Transport::Tcp(_) | Transport::Unix(_) => Poll::Ready(Ok(())),
+            Transport::Clear(stream) => Pin::new(stream).poll_flush(cx),
             Transport::Tls(stream) => Pin::new(stream).poll_flush(cx),
         }
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &mut self.stream {
-            Transport::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
-            Transport::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
+            Transport::Clear(stream) => Pin::new(stream).poll_shutdown(cx),
             Transport::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
         }
     }

@@ -5,13 +5,13 @@
 use std::cell::RefCell;
 use std::convert::Infallible;
 use std::io;
-use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use socket2::Socket;
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{Notify, oneshot, watch};
@@ -24,7 +24,7 @@ use crate::admin::events::Events;
 use crate::admin::history::{self, History};
 use crate::admin::{self, AcceptState, AdminScope, AdminState, DecisionApi, audit_log};
 use crate::downstream::connection_limit::{ConnectionLimit, raise_descriptor_limit};
-use crate::downstream::listener::{InheritedSockets, Listeners, WorkerListener, set_backlog};
+use crate::downstream::listener::{InheritedSockets, Listeners, OpenSocket, WorkerListener, open_one};
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
 use crate::key_set_fetcher::KeySetFetcher;
 use crate::notify::sender::{Destination, EventSender};
@@ -46,6 +46,7 @@ use shared_deny::SharedDeny;
 use transom_config::clients;
 use transom_config::jwt::KeySetSource;
 use transom_config::listen::Admin;
+use transom_config::listen_address::{ListenAddress, ListenSocket};
 use transom_config::span_export::Tracing;
 use transom_config::upstream::{ServiceSource, Target, Upstream};
 use transom_config::{Config, REQUEST_BUCKETS_MAX, lint};
@@ -102,12 +103,12 @@ const NOTIFY_FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A running gateway.
 pub struct Gateway {
-    http: Vec<SocketAddr>,
-    https: Vec<SocketAddr>,
-    ratelimit_service: Vec<SocketAddr>,
-    forward_auth: Vec<SocketAddr>,
-    admin: Option<SocketAddr>,
-    metrics: Vec<SocketAddr>,
+    http: Vec<ListenAddress>,
+    https: Vec<ListenAddress>,
+    ratelimit_service: Vec<ListenAddress>,
+    forward_auth: Vec<ListenAddress>,
+    admin: Option<ListenAddress>,
+    metrics: Vec<ListenAddress>,
     counters: Arc<Counters>,
     snapshot_writer: Option<BackgroundWriter>,
     config: Config,
@@ -117,7 +118,7 @@ pub struct Gateway {
     ready: watch::Sender<bool>,
     worker_commands: Vec<UnboundedSender<WorkerCommand>>,
     /// The listening sockets with their configured addresses; passed on in an upgrade.
-    sockets: Vec<(SocketAddr, StdListener)>,
+    sockets: Vec<OpenSocket>,
     accept_state: watch::Sender<AcceptState>,
     worker_threads: Vec<JoinHandle<()>>,
     admin_thread: Option<JoinHandle<()>>,
@@ -244,7 +245,7 @@ pub struct Former {
 impl Gateway {
     /// Starts a gateway and accepts connections at once.
     pub fn start(config: Config, clock: Clock) -> Result<Gateway, StartError> {
-        let gateway = Gateway::start_with(config, clock, InheritedSockets::default(), Former::default())?;
+        let mut gateway = Gateway::start_with(config, clock, InheritedSockets::default(), Former::default())?;
         gateway.start_accepting();
         Ok(gateway)
     }
@@ -355,7 +356,7 @@ impl Gateway {
         gateway.history.lock().unwrap_or_else(PoisonError::into_inner).restore(&former.history);
         gateway.start_admin(queries, &mut inherited)?;
         if let Some(address) = inherited.unused_address() {
-            return Err(StartError::Inherited(address));
+            return Err(StartError::Inherited(address.clone()));
         }
         gateway.start_workers(opened.by_worker, query_inboxes, &served)?;
         // Started last, so that a failed start leaves the snapshot unchanged.
@@ -410,13 +411,15 @@ impl Gateway {
     }
 
     /// Accepts connections from now on.
-    pub fn start_accepting(&self) {
+    pub fn start_accepting(&mut self) {
+        // The process that this one replaces leaves the files now.
+        self.sockets.iter_mut().flat_map(|socket| &mut socket.file).for_each(|file| file.is_owned = true);
         self.send_to_workers(|| WorkerCommand::Accept);
         self.accept_state.send_replace(AcceptState::Accepting);
     }
 
     /// The listening sockets with their configured addresses.
-    pub fn sockets(&self) -> &[(SocketAddr, StdListener)] {
+    pub fn sockets(&self) -> &[OpenSocket] {
         &self.sockets
     }
 
@@ -445,31 +448,31 @@ impl Gateway {
     }
 
     /// The HTTP addresses, with the actual port where 0 is configured.
-    pub fn http(&self) -> &[SocketAddr] {
+    pub fn http(&self) -> &[ListenAddress] {
         &self.http
     }
 
     /// As [`Gateway::http`], for HTTPS.
-    pub fn https(&self) -> &[SocketAddr] {
+    pub fn https(&self) -> &[ListenAddress] {
         &self.https
     }
 
     /// As [`Gateway::http`], for the rate limit service.
-    pub fn ratelimit_service(&self) -> &[SocketAddr] {
+    pub fn ratelimit_service(&self) -> &[ListenAddress] {
         &self.ratelimit_service
     }
 
     /// As [`Gateway::http`], for proxies that ask about requests.
-    pub fn forward_auth(&self) -> &[SocketAddr] {
+    pub fn forward_auth(&self) -> &[ListenAddress] {
         &self.forward_auth
     }
 
-    pub fn admin(&self) -> Option<SocketAddr> {
-        self.admin
+    pub fn admin(&self) -> Option<&ListenAddress> {
+        self.admin.as_ref()
     }
 
     /// As [`Gateway::http`], for the addresses that serve only metrics.
-    pub fn metrics(&self) -> &[SocketAddr] {
+    pub fn metrics(&self) -> &[ListenAddress] {
         &self.metrics
     }
 
@@ -530,9 +533,15 @@ impl Gateway {
             // A gateway that serves stays ready.
             keys.set_tried();
         }
-        for (address, socket) in &self.sockets {
-            if let Err(error) = set_backlog(socket, config.listen.backlog) {
+        for OpenSocket { address, socket, file } in &self.sockets {
+            if let Err(error) = socket.listen(config.listen.backlog) {
                 tracing::error!(%address, %error, "the backlog cannot be changed");
+            }
+            let configured = config.listen.sockets().find(|configured| configured.address == *address);
+            if let (Some(file), Some(configured)) = (file, configured)
+                && let Err(error) = file.set_permissions(configured.permissions)
+            {
+                tracing::error!(%address, %error, "the permissions of the socket cannot be changed");
             }
         }
         self.listener_config = listener_config;
@@ -705,7 +714,8 @@ impl Gateway {
     /// open almost until the limit. A request on one of them is served, and the client reconnects to the new process. The
     /// names of counters with usage that shared counters do not know are in this process only: it reports this usage before its
     /// end.
-    pub fn drain_for_successor(self) {
+    pub fn drain_for_successor(mut self) {
+        self.sockets.iter_mut().flat_map(|socket| &mut socket.file).for_each(|file| file.is_owned = false);
         self.accept_state.send_replace(AcceptState::HandedOver);
         let limit = self.config.timeouts.drain;
         let idle = limit - IDLE_CLOSE_MARGIN.min(limit / 2);
@@ -719,7 +729,7 @@ impl Gateway {
     }
 
     fn shut_down(mut self, times: DrainTimes) {
-        // Clients can connect to a socket as long as one of its descriptors is open.
+        // Clients can connect to a socket as long as one of its descriptors is open. The files of Unix sockets are removed.
         self.sockets.clear();
         // The process that takes over orders from now on.
         std::mem::take(&mut self.ordered_certificates).finish();
@@ -898,16 +908,14 @@ impl Gateway {
     /// Opens an address of the admin thread, or takes its socket from `inherited`. Returns it with the bound address.
     fn open_admin(
         &mut self,
-        address: SocketAddr,
+        configured: &ListenSocket,
         inherited: &mut InheritedSockets,
-    ) -> Result<(StdListener, SocketAddr), StartError> {
-        let failed = |source| StartError::Listen { address, source };
-        let socket = inherited.take(address).into_iter().next();
-        let listener = socket.map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
-        self.sockets.push((address, listener.try_clone().map_err(failed)?));
-        let bound = listener.local_addr().map_err(failed)?;
-        Ok((listener, bound))
+    ) -> Result<(Socket, ListenAddress), StartError> {
+        let failed = |source| StartError::Listen { address: configured.address.clone(), source };
+        let (open, bound) = open_one(configured, self.config.listen.backlog, inherited).map_err(failed)?;
+        let socket = open.socket.try_clone().map_err(failed)?;
+        self.sockets.push(open);
+        Ok((socket, bound))
     }
 
     /// Where the API changes clients.
@@ -933,13 +941,13 @@ impl Gateway {
         inherited: &mut InheritedSockets,
     ) -> Result<(), StartError> {
         let mut listeners = Vec::new();
-        if let Some(address) = self.config.listen.admin {
-            let (listener, bound) = self.open_admin(address, inherited)?;
+        if let Some(configured) = self.config.listen.admin.clone() {
+            let (listener, bound) = self.open_admin(&configured, inherited)?;
             self.admin = Some(bound);
             listeners.push((listener, AdminScope::Everything));
         }
-        for address in self.config.listen.metrics.clone() {
-            let (listener, bound) = self.open_admin(address, inherited)?;
+        for configured in self.config.listen.metrics.clone() {
+            let (listener, bound) = self.open_admin(&configured, inherited)?;
             self.metrics.push(bound);
             listeners.push((listener, AdminScope::Metrics));
         }

@@ -20,6 +20,7 @@ use transom_config::diagnostics::{Inputs, Problem, render};
 use transom_config::key::OnUnknownKey;
 use transom_config::key_kind::{HEADER, HOST, IP, METHOD};
 use transom_config::lint::{self, Kind};
+use transom_config::listen_address::ListenAddress;
 use transom_config::path::{ForwardPath, Segment};
 use transom_config::redis::{Node, Nodes};
 use transom_config::rule::{RateLimitStyle, RefusalResponse};
@@ -476,7 +477,7 @@ fn every_expected_message_has_its_configuration() {
 #[test]
 fn defaults_are_filled_in() {
     let config = good("minimal.toml");
-    assert_eq!(config.listen.http, ["127.0.0.1:8080".parse().unwrap()]);
+    assert_eq!(config.listen.http, [ListenAddress::Tcp("127.0.0.1:8080".parse().unwrap()).into()]);
     assert_eq!((config.listen.admin, config.general.workers, config.access_log), (None, None, None));
     assert_eq!(config.tracing, None);
     assert_eq!(config.counters.capacity, 1_000_000);

@@ -6,7 +6,6 @@
 //! browser. `write_timeout` ends connections with a peer that does not read.
 
 use std::cell::RefCell;
-use std::net::TcpListener as StdListener;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,12 +16,13 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
-use tokio::net::TcpListener;
+use socket2::Socket;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Mutex, Semaphore, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+use crate::downstream::listener::Acceptor;
 use crate::notify::MarkReader;
 use crate::persistence::counters::Counters;
 use crate::proxy::log_throttle::{LogThrottle, handle_accept_error};
@@ -201,7 +201,7 @@ impl AdminState {
 }
 
 /// Serves the admin pages until the gateway stops.
-pub async fn serve(listeners: Vec<(StdListener, AdminScope)>, state: Rc<AdminState>) -> std::io::Result<()> {
+pub async fn serve(listeners: Vec<(Socket, AdminScope)>, state: Rc<AdminState>) -> std::io::Result<()> {
     let mut accept_state = state.accept_state.clone();
     if accept_state.wait_for(|accept_state| *accept_state != AcceptState::NotStarted).await.is_err() {
         return Ok(());
@@ -210,7 +210,7 @@ pub async fn serve(listeners: Vec<(StdListener, AdminScope)>, state: Rc<AdminSta
     let connections = Rc::new(GracefulShutdown::new());
     let mut accepting = JoinSet::new();
     for (listener, scope) in listeners {
-        let listener = TcpListener::from_std(listener)?;
+        let listener = Acceptor::new(listener)?;
         accepting.spawn_local(accept_connections(listener, scope, Rc::clone(&state), Rc::clone(&connections)));
     }
     accepting.join_all().await;
@@ -227,7 +227,7 @@ pub async fn serve(listeners: Vec<(StdListener, AdminScope)>, state: Rc<AdminSta
 /// Accepts connections until another process has taken over, or the gateway stops. Each address has its own limit of
 /// connections.
 async fn accept_connections(
-    listener: TcpListener,
+    listener: Acceptor,
     scope: AdminScope,
     state: Rc<AdminState>,
     connections: Rc<GracefulShutdown>,
@@ -240,7 +240,7 @@ async fn accept_connections(
             _ = accept_state.wait_for(|accept_state| accept_state.is_over()) => return,
         };
         match accepted {
-            Ok((stream, _peer)) => {
+            Ok(stream) => {
                 let permit = Arc::clone(&permits).try_acquire_owned();
                 let Ok(permit) = permit else {
                     state.metrics.connection_refused();

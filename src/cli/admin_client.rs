@@ -1,7 +1,7 @@
 //! Sends a request to the admin address of a running gateway.
 
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -11,12 +11,14 @@ use http::{HeaderValue, Method, Request, Response};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, UnixStream};
 use tokio::runtime::{Builder, LocalOptions};
 
 use super::{Exit, Failure, read_config};
 use crate::file_watch::FileWatch;
+use crate::io_stream::StreamSocket;
 use transom_config::Config;
+use transom_config::listen_address::{ListenAddress, ListenSocket};
 
 /// For the whole exchange with the gateway.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -27,8 +29,8 @@ const PAGE: usize = 1000;
 /// The gateway that a command asks.
 #[derive(clap::Args)]
 pub struct AdminAddress {
-    /// Admin address of the gateway, instead of that of the configuration file
-    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
+    /// Admin address of the gateway, instead of that of the configuration file: `HOST:PORT` or `unix:/PATH`
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
     admin: Option<String>,
 }
 
@@ -77,7 +79,7 @@ impl AskedGateway {
 
 /// A gateway that may run, and the token for it.
 pub struct RunningGateway {
-    /// `HOST:PORT`.
+    /// `HOST:PORT` or `unix:/PATH`.
     pub address: String,
     pub token: Option<String>,
 }
@@ -180,11 +182,16 @@ fn problem_of(response: &Response<String>) -> String {
 /// Accepts the URL of the dashboard, too.
 fn parse_address(text: &str) -> Result<String, String> {
     let address = text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/');
+    if address.starts_with("unix:/") {
+        return Ok(address.to_owned());
+    }
     let port =
         address.rsplit_once(':').filter(|(host, _)| !host.is_empty()).and_then(|(_, port)| port.parse::<u16>().ok());
     match port {
         Some(1..) if !address.contains(['/', '@', ' ']) => Ok(address.to_owned()),
-        _ => Err(String::from("write `HOST:PORT`, such as `127.0.0.1:9900`; the admin address has no TLS")),
+        _ => Err(String::from(
+            "write `HOST:PORT`, such as `127.0.0.1:9900`, or `unix:/PATH`; the admin address has no TLS",
+        )),
     }
 }
 
@@ -237,15 +244,19 @@ impl AdminAddress {
 /// The address by which this machine reaches the admin address; `None` if the configuration does not tell it: it has none,
 /// or one with port 0.
 pub fn admin_address(config: &Config) -> Option<String> {
-    local_address(config.listen.admin?)
+    local_address(config.listen.admin.as_ref()?)
 }
 
 /// As [`admin_address`], of the first address that serves only metrics.
 fn metrics_address(config: &Config) -> Option<String> {
-    config.listen.metrics.iter().find_map(|address| local_address(*address))
+    config.listen.metrics.iter().find_map(local_address)
 }
 
-fn local_address(mut address: SocketAddr) -> Option<String> {
+fn local_address(socket: &ListenSocket) -> Option<String> {
+    let mut address = match &socket.address {
+        ListenAddress::Tcp(address) => *address,
+        unix @ ListenAddress::Unix(_) => return Some(unix.to_string()),
+    };
     if address.port() == 0 {
         return None;
     }
@@ -271,14 +282,23 @@ impl RunningGateway {
     async fn respond(&self, mut request: Request<Full<Bytes>>) -> Result<Option<Response<String>>, String> {
         let field = |value: &str| HeaderValue::from_str(value).map_err(|error| error.to_string());
         let headers = request.headers_mut();
-        headers.insert(HOST, field(&self.address)?);
+        let socket = self.address.strip_prefix("unix:");
+        headers.insert(HOST, field(if socket.is_some() { "localhost" } else { &self.address })?);
         headers.insert(CONNECTION, HeaderValue::from_static("close"));
         if let Some(token) = &self.token {
             headers.insert(AUTHORIZATION, field(&format!("Bearer {token}"))?);
         }
-        let stream = match tokio::time::timeout(TIMEOUT, TcpStream::connect(&self.address)).await {
+        let connect = async {
+            match socket {
+                Some(path) => UnixStream::connect(path).await.map(StreamSocket::Unix),
+                None => TcpStream::connect(&self.address).await.map(StreamSocket::Tcp),
+            }
+        };
+        let is_absent =
+            |kind| kind == io::ErrorKind::ConnectionRefused || (socket.is_some() && kind == io::ErrorKind::NotFound);
+        let stream = match tokio::time::timeout(TIMEOUT, connect).await {
             Ok(Ok(stream)) => stream,
-            Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Ok(None),
+            Ok(Err(error)) if is_absent(error.kind()) => return Ok(None),
             Ok(Err(error)) => return Err(error.to_string()),
             Err(_elapsed) => return Err(String::from("it does not accept the connection")),
         };
@@ -289,7 +309,7 @@ impl RunningGateway {
     }
 }
 
-async fn exchange(stream: TcpStream, request: Request<Full<Bytes>>) -> Result<Response<String>, String> {
+async fn exchange(stream: StreamSocket, request: Request<Full<Bytes>>) -> Result<Response<String>, String> {
     let handshake = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
     let (mut sender, connection) = handshake.map_err(|error| error.to_string())?;
     let respond = async {

@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io::{self, ErrorKind};
-use std::net::{SocketAddr, TcpListener};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
@@ -14,6 +14,7 @@ use crate::downstream::tls;
 use crate::file_watch::FileWatch;
 use crate::key_set_fetcher;
 use transom_config::lint::{self, Kind, LintMessage};
+use transom_config::listen_address::ListenAddress;
 use transom_config::redis::StoreConfig;
 use transom_config::{Config, LogTarget};
 use transom_limiter::rule::{Rule, Sharing};
@@ -201,19 +202,8 @@ fn start_failures(path: &Path, config: &Config) -> Vec<String> {
         ("`counters.snapshot`", counters.snapshot.clone()),
     ];
     let files = files.iter().filter_map(|(name, file)| Some(format!("{name} {}", unwritable_file(file.as_deref()?)?)));
-    let listen = &config.listen;
-    let https = listen.https.iter().flat_map(|https| &https.address);
-    let service = listen.ratelimit_service.iter().flat_map(|service| service.addresses());
-    let addresses = listen
-        .http
-        .iter()
-        .chain(https)
-        .chain(service)
-        .chain(&listen.forward_auth)
-        .chain(&listen.admin)
-        .chain(&listen.metrics)
-        .filter_map(|address| unusable_address(*address));
-    let tls = listen.tls_listeners().filter_map(|https| tls::server_config(https, None).err());
+    let addresses = config.listen.sockets().filter_map(|socket| unusable_address(&socket.address));
+    let tls = config.listen.tls_listeners().filter_map(|https| tls::server_config(https, None).err());
     let tls = tls.map(|error| format!("TLS cannot be set up: {error}"));
     let texts = files.chain(addresses).chain(tls);
     texts.map(|text| config.hidden.removed_from(format!("the gateway would not start here: {text}"))).collect()
@@ -235,8 +225,11 @@ fn unwritable_file(file: &Path) -> Option<String> {
 }
 
 /// Why an address cannot be bound, whatever the port.
-fn unusable_address(address: SocketAddr) -> Option<String> {
-    let mut probe = address;
+fn unusable_address(address: &ListenAddress) -> Option<String> {
+    let mut probe = match address {
+        ListenAddress::Tcp(address) => *address,
+        ListenAddress::Unix(path) => return unwritable_file(path).map(|text| format!("the socket {text}")),
+    };
     // The port may be in use by the running gateway.
     probe.set_port(0);
     let error = TcpListener::bind(probe).err()?;

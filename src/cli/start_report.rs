@@ -6,6 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
 use crate::server::Gateway;
+use transom_config::listen_address::ListenAddress;
 use transom_config::path::Segment;
 use transom_config::route::Route;
 use transom_config::{Config, LogTarget};
@@ -50,11 +51,11 @@ fn counted(number: usize, noun: &str) -> String {
 fn addresses(gateway: &Gateway) -> Vec<String> {
     let service = gateway.config().listen.ratelimit_service.as_ref();
     let service_scheme = if service.is_some_and(|service| service.tls().is_some()) { "https" } else { "http" };
-    let admin = gateway.admin();
+    let admin = gateway.admin().map(std::slice::from_ref).unwrap_or_default();
     [
         ("listening on http", gateway.http()),
         ("listening on https", gateway.https()),
-        ("admin on http", admin.as_slice()),
+        ("admin on http", admin),
         ("metrics on http", gateway.metrics()),
         (&format!("rate limit service on {service_scheme}"), gateway.ratelimit_service()),
         ("forward auth on http", gateway.forward_auth()),
@@ -66,18 +67,26 @@ fn addresses(gateway: &Gateway) -> Vec<String> {
 
 /// The dashboard, and a request to try.
 fn next_steps(gateway: &Gateway) -> Vec<String> {
-    let dashboard = gateway.admin().map(|admin| format!("dashboard: http://{}/", reachable(admin)));
+    let admin = gateway.admin().and_then(ListenAddress::tcp);
+    let dashboard = admin.map(|admin| format!("dashboard: http://{}/", reachable(admin)));
     dashboard.into_iter().chain(example(gateway.config(), gateway.http(), gateway.https())).collect()
 }
 
 /// A `curl` command whose request matches a route, preferably one with rules.
-fn example(config: &Config, http: &[SocketAddr], https: &[SocketAddr]) -> Option<String> {
+fn example(config: &Config, http: &[ListenAddress], https: &[ListenAddress]) -> Option<String> {
     let is_example = |route: &&Route| !route.rules.is_empty() && route.networks.is_empty();
     let route = config.routes.iter().find(is_example).or(config.routes.iter().next())?;
     let http = http.first().filter(|_| route.secure != Some(true)).map(|address| ("http", address));
     let https = https.first().filter(|_| route.secure != Some(false)).map(|address| ("https", address));
     let (scheme, address) = http.or(https)?;
     let mut command = String::from(if scheme == "https" { "curl -ik" } else { "curl -i" });
+    let server = match address {
+        ListenAddress::Tcp(address) => reachable(*address).to_string(),
+        ListenAddress::Unix(path) => {
+            command += &format!(" --unix-socket {}", quoted(&path.display().to_string()));
+            String::from("localhost")
+        }
+    };
     if let Some(method) = route.methods.first().filter(|_| !route.methods.iter().any(|method| method == "GET")) {
         // `-X HEAD` would wait for a body.
         command += &if method == "HEAD" { " --head".to_owned() } else { format!(" -X {}", quoted(method)) };
@@ -87,7 +96,7 @@ fn example(config: &Config, http: &[SocketAddr], https: &[SocketAddr]) -> Option
         command += &format!(" -H {}", quoted(&format!("{name}: {}", value.as_deref().unwrap_or("1"))));
     }
     let target = format!("{}{}", example_path(route), example_query(route));
-    Some(format!("try: {command} {}", quoted(&format!("{scheme}://{}{target}", reachable(*address)))))
+    Some(format!("try: {command} {}", quoted(&format!("{scheme}://{server}{target}"))))
 }
 
 /// The fields in which the rules of a route demand a key, with a stand-in for it.
@@ -150,13 +159,14 @@ fn quoted(word: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use transom_config::listen_address::parse_address;
 
-    fn example_of(routes: &str) -> Option<String> {
+    fn example_of(routes: &str, http: &str) -> Option<String> {
         let toml = format!(
             "[upstreams.a]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"1/second\"]\n\
              [rules.k]\nkey = [\"header:x-api-key\", \"bearer\"]\non_missing_key = \"refuse\"\nwindows = [\"1/second\"]\n{routes}"
         );
-        let http: SocketAddr = "0.0.0.0:8080".parse().unwrap();
+        let http = parse_address(http).unwrap();
         example(&transom_config::read(&toml).unwrap(), &[http], &[])
     }
 
@@ -182,7 +192,9 @@ mod tests {
                 "try: curl -i -H 'x-api-key: KEY' -H 'authorization: Bearer KEY' http://127.0.0.1:8080/a",
             ),
         ] {
-            assert_eq!(example_of(&routes).as_deref(), Some(expected), "{routes}");
+            assert_eq!(example_of(&routes, "0.0.0.0:8080").as_deref(), Some(expected), "{routes}");
         }
+        let of_socket = example_of(&route("path = \"/a\""), "unix:/run/a b.sock");
+        assert_eq!(of_socket.as_deref(), Some("try: curl -i --unix-socket '/run/a b.sock' http://localhost/a"));
     }
 }

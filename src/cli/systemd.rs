@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
 use listenfd::ListenFd;
+use socket2::Socket;
 
 use crate::downstream::listener::InheritedSockets;
 
@@ -30,11 +31,15 @@ pub fn sockets() -> io::Result<InheritedSockets> {
         return Err(io::Error::other(format!("`LISTEN_FDS` is {count}; at most {SOCKETS_MAX} sockets are accepted")));
     }
     let mut passed = ListenFd::from_env();
-    let mut listeners = Vec::new();
+    let mut sockets = Vec::new();
     for position in 0..passed.len() {
-        listeners.extend(passed.take_tcp_listener(position)?);
+        // The error of a descriptor that is neither is that of TCP.
+        match passed.take_unix_listener(position) {
+            Ok(unix) => sockets.extend(unix.map(Socket::from)),
+            Err(_) => sockets.extend(passed.take_tcp_listener(position)?.map(Socket::from)),
+        }
     }
-    InheritedSockets::from_service_manager(listeners)
+    InheritedSockets::from_service_manager(sockets)
 }
 
 /// Notifies the service manager of a state.

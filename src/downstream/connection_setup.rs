@@ -17,7 +17,6 @@ use http::header::CONTENT_TYPE;
 use rustls::{HandshakeKind, ServerConfig};
 use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 use tokio_rustls::server::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsStream as EitherSide};
 
@@ -30,7 +29,7 @@ use super::tls::HTTP2;
 use crate::acme::live_certificate::ACME_TLS;
 use crate::downstream::linger::{LINGER, linger};
 use crate::downstream::{http1, http2};
-use crate::io_stream::IoStream;
+use crate::io_stream::{IoStream, StreamSocket};
 use crate::proxy::peer::ConnectionInfo;
 use crate::proxy::request_record;
 use crate::timer::Timer;
@@ -61,7 +60,7 @@ impl From<ConnectionRefusal> for SetupError {
 
 /// Sets up a connection and serves it until it ends. The connection holds `slot` for as long.
 pub async fn serve_connection(
-    stream: TcpStream,
+    stream: StreamSocket,
     peer: ClientAddress,
     mut slot: ConnectionSlot,
     listener: Rc<Listener>,
@@ -88,7 +87,7 @@ pub async fn serve_connection(
 }
 
 /// Refuses a connection beyond `max_connections`.
-pub fn refuse(stream: TcpStream, peer: ClientAddress, listener: &Listener) {
+pub fn refuse(stream: StreamSocket, peer: ClientAddress, listener: &Listener) {
     count_refusal(ConnectionRefusal::MaxConnections, peer, listener);
     respond_too_many_connections(stream, peer, listener);
 }
@@ -125,16 +124,21 @@ fn log_failed_setup(message: &'static str, error: &dyn Display, peer: ClientAddr
 }
 
 /// Sends 503 to a refused connection. A TLS connection is closed without a response: one would need a handshake first.
-fn respond_too_many_connections(stream: TcpStream, address: ClientAddress, listener: &Listener) {
+fn respond_too_many_connections(stream: StreamSocket, address: ClientAddress, listener: &Listener) {
     if !listener.is_tls() {
         let response = setup_error_response(RequestError::TooManyConnections, &stream, address, listener);
-        IoStream::tcp(stream).counted(&listener.metrics.bytes).try_send(&response);
+        IoStream::clear(stream).counted(&listener.metrics.bytes).try_send(&response);
     }
 }
 
 /// Records an error before the first request, and writes its response. The bytes that have arrived are taken off the socket,
 /// which closes without a reset then. If they do not begin with the method, the response has no content, because it may be to HEAD.
-fn setup_error_response(error: RequestError, stream: &TcpStream, address: ClientAddress, listener: &Listener) -> Bytes {
+fn setup_error_response(
+    error: RequestError,
+    stream: &StreamSocket,
+    address: ClientAddress,
+    listener: &Listener,
+) -> Bytes {
     let worker = &listener.listener_context.worker;
     request_record::record_rejected_head(worker, address, &error, None);
     let mut beginning = [0; 1024];
@@ -151,7 +155,7 @@ fn setup_error_response(error: RequestError, stream: &TcpStream, address: Client
 
 /// Makes a connection ready for its first request.
 async fn set_up(
-    mut stream: TcpStream,
+    mut stream: StreamSocket,
     peer: ClientAddress,
     slot: &mut ConnectionSlot,
     listener: &Listener,
@@ -177,7 +181,7 @@ async fn set_up(
     }
     let (io, connection) = match listener.tls_config() {
         None => {
-            (IoStream::tcp(stream), ConnectionInfo::new(address, false).with_forward_auth(listener.is_forward_auth()))
+            (IoStream::clear(stream), ConnectionInfo::new(address, false).with_forward_auth(listener.is_forward_auth()))
         }
         Some(tls) => Box::pin(accept_tls(stream, tls, address, listener, drain_guard)).await?,
     };
@@ -199,7 +203,7 @@ async fn set_up(
 
 /// Performs the TLS handshake.
 async fn accept_tls(
-    stream: TcpStream,
+    stream: StreamSocket,
     tls: Arc<ServerConfig>,
     address: ClientAddress,
     listener: &Listener,
@@ -220,12 +224,12 @@ async fn accept_tls(
 
 /// The TLS handshake. A client that sends HTTP without TLS gets an error response in clear text.
 async fn handshake(
-    stream: TcpStream,
+    stream: StreamSocket,
     tls: Arc<ServerConfig>,
     address: ClientAddress,
     listener: &Listener,
     drain: &Drain,
-) -> Result<TlsStream<TcpStream>, SetupError> {
+) -> Result<TlsStream<StreamSocket>, SetupError> {
     let mut first = [0];
     // Peeked, because rustls has to read these bytes: it sends an alert for a record it does not know.
     match stream.peek(&mut first).await {
@@ -233,7 +237,7 @@ async fn handshake(
         Ok(1..) => {
             count_refusal(ConnectionRefusal::Cleartext, address, listener);
             let response = setup_error_response(RequestError::Cleartext, &stream, address, listener);
-            respond_and_close(IoStream::tcp(stream).counted(&listener.metrics.bytes), &response, drain).await;
+            respond_and_close(IoStream::clear(stream).counted(&listener.metrics.bytes), &response, drain).await;
             return Err(SetupError::Closed);
         }
         Ok(0) | Err(_) => return Err(SetupError::Closed),
@@ -259,7 +263,7 @@ async fn respond_and_close(mut stream: IoStream, response: &[u8], drain: &Drain)
 }
 
 /// Reads a PROXY header, and no byte behind it.
-async fn read_proxy_header(stream: &mut TcpStream) -> Result<ProxiedAddress, SetupError> {
+async fn read_proxy_header(stream: &mut StreamSocket) -> Result<ProxiedAddress, SetupError> {
     let mut seen = Vec::new();
     let mut peeked = vec![0; MAX_BYTES];
     loop {

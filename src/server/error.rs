@@ -2,20 +2,20 @@
 
 use std::fmt;
 use std::io;
-use std::net::SocketAddr;
 
 use crate::persistence::open::OpenError;
+use transom_config::listen_address::ListenAddress;
 use transom_limiter::rule_set::ChangedCounters;
 
 /// Why the gateway cannot start.
 #[derive(Debug)]
 pub enum StartError {
     Listen {
-        address: SocketAddr,
+        address: ListenAddress,
         source: io::Error,
     },
     /// An inherited socket has an address that is not configured.
-    Inherited(SocketAddr),
+    Inherited(ListenAddress),
     Tls(rustls::Error),
     AccessLog(io::Error),
     AuditLog(io::Error),
@@ -30,6 +30,10 @@ impl StartError {
     /// What to do, where the cause alone does not say it.
     pub fn fix(&self) -> Option<String> {
         let StartError::Listen { address, source } = self else { return None };
+        let address = match address {
+            ListenAddress::Tcp(address) => address,
+            ListenAddress::Unix(_) => return fix_of_socket_file(source).map(str::to_owned),
+        };
         match source.kind() {
             io::ErrorKind::PermissionDenied => {
                 Some("ports below 1024 need CAP_NET_BIND_SERVICE, which the systemd unit grants".to_owned())
@@ -44,6 +48,22 @@ impl StartError {
             ),
             _ => None,
         }
+    }
+}
+
+/// As [`StartError::fix`], for a Unix socket.
+fn fix_of_socket_file(source: &io::Error) -> Option<&'static str> {
+    match source.kind() {
+        io::ErrorKind::PermissionDenied => Some(
+            "the user of the gateway must be able to write to the folder; `owner`, and a `group` that the user is not in, need root, \
+             or a unit for the socket: `SocketMode=`, `SocketUser=` and `SocketGroup=`",
+        ),
+        io::ErrorKind::AddrInUse => Some(
+            "a process accepts connections there: stop it, or use another path; `transom upgrade` replaces a running gateway",
+        ),
+        io::ErrorKind::AlreadyExists => Some("move the file away, or use another path"),
+        io::ErrorKind::NotFound => Some("make the folder: `RuntimeDirectory=` of the systemd unit makes one in `/run`"),
+        _ => None,
     }
 }
 

@@ -1,16 +1,15 @@
 //! The main loop of a worker: waits until the gateway accepts, serves, applies reloads, and drains.
 
-use std::net::TcpListener as StdListener;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::TcpListener;
+use socket2::Socket;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::PendingReload;
 use crate::downstream::drain::Drain;
-use crate::downstream::listener;
+use crate::downstream::listener::{self, Acceptor};
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
 use crate::notify::Marks;
 use crate::proxy::served_config::ServedConfig;
@@ -58,14 +57,14 @@ pub struct DrainTimes {
 /// Runs a worker. Returns at once, without accepting, if the gateway is dropped before it accepts.
 pub async fn run(
     listener_context: Rc<ListenerContext>,
-    listeners: Vec<(StdListener, Rc<Listener>)>,
+    listeners: Vec<(Socket, Rc<Listener>)>,
     mut commands: UnboundedReceiver<WorkerCommand>,
     mut top_keys_queries: UnboundedReceiver<TopKeysQuery>,
 ) {
     let Some(WorkerCommand::Accept) = commands.recv().await else { return };
     let worker = Rc::clone(&listener_context.worker);
     for (socket, listener) in listeners {
-        match TcpListener::from_std(socket) {
+        match Acceptor::new(socket) {
             Ok(socket) => drop(tokio::task::spawn_local(listener::accept_connections(socket, listener))),
             Err(error) => tracing::error!(%error, "a listener cannot be used"),
         }

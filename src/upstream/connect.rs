@@ -20,7 +20,7 @@ use tokio::time::sleep;
 use tokio_rustls::{TlsConnector, TlsStream};
 
 use super::dns::Resolver;
-use crate::io_stream::IoStream;
+use crate::io_stream::{IoStream, StreamSocket};
 use transom_config::upstream::{Scheme, Server, TransportSettings, UpstreamProtocol};
 use transom_runtime::clock::Clock;
 
@@ -104,7 +104,7 @@ impl Connector {
     async fn start(&self, stream: TcpStream, http1_only: bool) -> io::Result<(IoStream, HttpVersion)> {
         stream.set_nodelay(true)?;
         let Some(tls) = &self.tls else { return Ok((IoStream::tcp(stream), self.cleartext_version(http1_only))) };
-        let stream = tls.handshake(stream, http1_only).await?;
+        let stream = tls.handshake(StreamSocket::Tcp(stream), http1_only).await?;
         let version = match (stream.get_ref().1.alpn_protocol(), self.protocol) {
             (Some(HTTP_2), _) if !http1_only => HttpVersion::Http2,
             (_, UpstreamProtocol::Http2) if !http1_only => {
@@ -183,9 +183,9 @@ impl Dial<'_> {
 impl Tls {
     async fn handshake(
         &self,
-        stream: TcpStream,
+        stream: StreamSocket,
         http1_only: bool,
-    ) -> io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
+    ) -> io::Result<tokio_rustls::client::TlsStream<StreamSocket>> {
         let config = if http1_only { &self.http1_alpn } else { &self.configured_alpn };
         let name = self.name.clone().map_err(io::Error::other)?;
         let connected = TlsConnector::from(Arc::clone(config)).connect(name, stream).await;

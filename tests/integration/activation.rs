@@ -1,6 +1,6 @@
 //! Socket activation, and notifications to the service manager.
 
-use std::os::unix::net::UnixDatagram;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::Command;
 
@@ -19,6 +19,11 @@ text = open(config).read()
 for n, s in enumerate(sockets):
     text = text.replace("PORT%d" % n, str(s.getsockname()[1]))
 open(config, "w").write(text)
+if "UNIX_SOCKET" in os.environ:
+    unix = socket.socket(socket.AF_UNIX)
+    unix.bind(os.environ["UNIX_SOCKET"])
+    unix.listen()
+    sockets.append(unix)
 held = [os.dup(s.fileno()) for s in sockets]
 for n, fd in enumerate(held):
     high = os.dup2(fd, 100 + n)
@@ -49,6 +54,21 @@ fn inherited_sockets_are_served_by_every_worker() {
     let label = process.http.to_string();
     assert_eq!(process.metrics().sum("transom_connections", &[("listener", &label)]), 20);
     process.admin_get("/readyz").expect(200);
+}
+
+/// The service manager has made the file of the socket, and removes it.
+#[test]
+fn a_unix_socket_is_inherited_and_its_file_stays() {
+    let scratch = TempDir::new();
+    let path = scratch.path().join("http.sock");
+    let listen = format!("http = [\"127.0.0.1:PORT0\", \"unix:{}\"]\nadmin = \"127.0.0.1:PORT1\"", path.display());
+    let mut process = spawn_with_inherited_sockets(&listen, scratch, &[("UNIX_SOCKET", &path)]);
+    let mut clients: Vec<_> = (0..4).map(|_| Client::from_stream(UnixStream::connect(&path).unwrap())).collect();
+    clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
+    process.get("/a").expect(200);
+    process.signal("TERM");
+    assert!(process.wait().success());
+    assert!(path.exists());
 }
 
 #[test]

@@ -19,6 +19,7 @@ use transom_config::key::KeySettings;
 use transom_config::key_kind::KINDS;
 use transom_config::limits::{DrainSettings, Http2, Limits, Timeouts};
 use transom_config::listen::{Admin, AdminToken, Https, Listen};
+use transom_config::listen_address::SocketTable;
 use transom_config::notify::NotifySettings;
 use transom_config::overrides::ExceptionSettings;
 use transom_config::path::PathSettings;
@@ -473,6 +474,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings_and_key_parts
     for (heading, settings) in [
         ("## Top level", [General::settings(), PathSettings::settings()].concat()),
         ("## `[listen]`", Listen::settings()),
+        ("### Unix sockets", SocketTable::settings()),
         ("## `[listen.https]`", [CertificateFiles::settings(), Https::settings()].concat()),
         ("## `[admin]`", Admin::settings()),
         ("### Tokens", AdminToken::settings()),

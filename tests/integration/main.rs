@@ -136,6 +136,7 @@ mod tls;
 mod top;
 mod tracing;
 mod trusted_proxies;
+mod unix_listeners;
 mod unix_sockets;
 mod unknown_keys;
 mod unusual_upstreams;

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use transom::server;
 use transom_config::Config;
+use transom_config::listen_address::ListenAddress;
 use transom_runtime::clock::Clock;
 
 use super::client::{Client, HOST, HttpResponse};
@@ -22,6 +23,11 @@ pub struct Gateway {
     /// The first address; port 0 if there is none.
     pub http: SocketAddr,
     pub admin: SocketAddr,
+    http_addresses: Vec<SocketAddr>,
+    https_addresses: Vec<SocketAddr>,
+    ratelimit_service_addresses: Vec<SocketAddr>,
+    forward_auth_addresses: Vec<SocketAddr>,
+    metrics_addresses: Vec<SocketAddr>,
 }
 
 impl Gateway {
@@ -53,33 +59,44 @@ impl Gateway {
         panic_watch::install_hook();
         let clock = Clock::manual(unix_s * 1000);
         let inner = server::Gateway::start(config, clock.clone()).unwrap();
-        let (http, admin) = (inner.http().first().copied(), inner.admin().unwrap());
-        let http = http.unwrap_or(SocketAddr::from(([127, 0, 0, 1], 0)));
-        Gateway { inner: Some(inner), clock, http, admin }
+        let none = SocketAddr::from(([127, 0, 0, 1], 0));
+        let tcp = |addresses: &[ListenAddress]| addresses.iter().filter_map(ListenAddress::tcp).collect::<Vec<_>>();
+        let http_addresses = tcp(inner.http());
+        Gateway {
+            clock,
+            http: http_addresses.first().copied().unwrap_or(none),
+            admin: inner.admin().and_then(ListenAddress::tcp).unwrap_or(none),
+            http_addresses,
+            https_addresses: tcp(inner.https()),
+            ratelimit_service_addresses: tcp(inner.ratelimit_service()),
+            forward_auth_addresses: tcp(inner.forward_auth()),
+            metrics_addresses: tcp(inner.metrics()),
+            inner: Some(inner),
+        }
     }
 
-    /// All addresses, in the order of the configuration.
+    /// All addresses of TCP, in the order of the configuration.
     pub fn http_addresses(&self) -> &[SocketAddr] {
-        self.inner.as_ref().unwrap().http()
+        &self.http_addresses
     }
 
     /// The addresses with TLS, in the order of the configuration.
     pub fn https_addresses(&self) -> &[SocketAddr] {
-        self.inner.as_ref().unwrap().https()
+        &self.https_addresses
     }
 
     pub fn ratelimit_service_addresses(&self) -> &[SocketAddr] {
-        self.inner.as_ref().unwrap().ratelimit_service()
+        &self.ratelimit_service_addresses
     }
 
     /// The addresses on which proxies ask.
     pub fn forward_auth_addresses(&self) -> &[SocketAddr] {
-        self.inner.as_ref().unwrap().forward_auth()
+        &self.forward_auth_addresses
     }
 
     /// The addresses that serve only metrics.
     pub fn metrics_addresses(&self) -> &[SocketAddr] {
-        self.inner.as_ref().unwrap().metrics()
+        &self.metrics_addresses
     }
 
     pub fn client(&self) -> Client {

@@ -228,6 +228,8 @@ pub fn challenge_route(
         hosts,
         methods: vec![String::from("GET")],
         headers: Vec::new(),
+        query: Vec::new(),
+        networks: Vec::new(),
         path,
         // Routes that name a scheme come first, such as a redirect of all requests to https.
         secure: Some(false),

@@ -110,7 +110,7 @@ pub fn parse_socket_path<'u>(url: &str, path: &'u str, scheme: &str) -> Parsed<&
         let fix = format!("write `\"{scheme}/{}\"`", path.trim_start_matches('/'));
         return Err((message("does not have the absolute path of a socket"), fix));
     }
-    if path.len() > SOCKET_PATH_MAX_BYTES || path.contains('\0') {
+    if path.len() > SOCKET_PATH_MAX_BYTES || path.contains(char::is_control) {
         let fix = format!("name a socket whose path has at most {SOCKET_PATH_MAX_BYTES} bytes");
         return Err((message("is not a valid socket path"), fix));
     }

@@ -42,6 +42,7 @@ pub mod key_kind;
 pub mod limits;
 pub mod lint;
 pub mod listen;
+pub mod listen_address;
 pub mod named_file;
 pub mod notify;
 pub mod overrides;

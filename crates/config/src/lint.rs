@@ -14,6 +14,7 @@ use super::clients::ClientsSource;
 use super::diagnostics::{quoted, quoted_list};
 use super::key::OnUnknownKey;
 use super::key_kind::{BEARER, HEADER, KeyKind, Variety, is_secret_part};
+use super::listen_address::ListenSocket;
 use super::path::{Segment, WildcardSegment};
 use super::response_body;
 use super::route::Route;
@@ -140,7 +141,7 @@ fn rule_messages(config: &Config) -> Vec<LintMessage> {
             }
         }
         if routes().next().is_none() {
-            messages.push(match config.listen.admin {
+            messages.push(match &config.listen.admin {
                 _ if rule.descriptor.is_some() => {
                     LintMessage::statement(name, "used by no route: it answers to descriptors")
                 }
@@ -366,9 +367,14 @@ fn usage_without_upstream(config: &Config, route: &Route) -> Option<String> {
     route.upstream.is_none().then(|| message(route))
 }
 
+/// Whether other machines can connect.
+fn is_exposed(socket: &ListenSocket) -> bool {
+    socket.address.tcp().is_some_and(|address| !address.ip().to_canonical().is_loopback())
+}
+
 /// Warns of an admin address that other machines can reach, unless it asks for a token.
 pub fn exposed_admin_address(config: &Config) -> Option<String> {
-    let address = config.listen.admin.filter(|address| !address.ip().to_canonical().is_loopback())?;
+    let address = config.listen.admin.as_ref().filter(|socket| is_exposed(socket)).map(|socket| &socket.address)?;
     config.admin.known_tokens().next().is_none().then(|| {
         config.hidden.removed_from(format!(
             "`admin` listens on `{address}`: anyone who can connect can read the metrics, and use up and reset every limit; set \
@@ -379,7 +385,7 @@ pub fn exposed_admin_address(config: &Config) -> Option<String> {
 
 /// Warns of an address for the questions of proxies that other machines can reach.
 fn exposed_forward_auth(config: &Config) -> Option<String> {
-    let address = config.listen.forward_auth.iter().find(|address| !address.ip().to_canonical().is_loopback())?;
+    let address = config.listen.forward_auth.iter().find(|socket| is_exposed(socket)).map(|socket| &socket.address)?;
     Some(format!(
         "`forward_auth` listens on `{address}`: anyone who can connect can use up the limits of any client; let only your \
          proxies connect"

@@ -1,9 +1,8 @@
 //! `[listen]` and `[admin]`: addresses, TLS for clients, limits on connections, PROXY protocol and trusted proxies.
 //!
-//! Addresses are IP addresses: host names are not resolved, because a name may resolve to another address at the next
-//! start. This file binds no socket.
+//! This file binds no socket. `listen_address` reads one address.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use http::HeaderName;
 use rustls_pki_types::CertificateDer;
@@ -13,10 +12,14 @@ use super::LogTarget;
 use super::acme::{self, Acme};
 use super::certificate::{self, Certificate, CertificateFiles, RevocationList};
 use super::client_tls::check_pair;
-use super::diagnostics::{Parsed, Report, quoted};
+use super::diagnostics::{Report, quoted};
 use super::host::read_hosts;
+use super::listen_address::{
+    EXAMPLE, ListenAddress, ListenSocket, address_shape, is_socket_table, parse_address, read_socket, read_sockets,
+    written_addresses,
+};
 use super::settings::{
-    Choice, Custom, Integer, Kind, OFF_FIX, Optional, Required, Restart, Section, Shape, Tables, Word, Words,
+    Choice, Custom, Integer, Kind, OFF_FIX, Optional, Required, Restart, Section, Setting, Shape, Tables, Word, Words,
 };
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::trusted_proxies;
@@ -25,8 +28,6 @@ use transom_http::client_address::AddressRange;
 use transom_http::forwarded::{ForwardedField, HOPS_MAX};
 use transom_limiter::ip_prefix::Network;
 
-const ADDRESS: &str = "`\"ADDRESS:PORT\"`";
-const EXAMPLE: &str = "\"127.0.0.1:8080\"";
 const DEFAULT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8080);
 const HTTP_OFF_FIX: &str =
     "remove the line: without it, nothing listens for HTTP where `https`, `ratelimit_service` or `forward_auth` is set";
@@ -38,27 +39,27 @@ settings! {
     pub struct Listen checked by check_listen {
         /// Addresses for HTTP without TLS. The default applies unless `https`, `ratelimit_service` or `forward_auth` is set.
         /// Port 0 chooses a free port.
-        /// Addresses of one port must not overlap, as `0.0.0.0:80` and `127.0.0.1:80` do.
-        http: Vec<SocketAddr> = Restart(Custom {
-            default: vec![DEFAULT],
+        /// Addresses of one port must not overlap, as `0.0.0.0:80` and `127.0.0.1:80` do. [Unix sockets](#unix-sockets) have a path.
+        http: Vec<ListenSocket> = Restart(Custom {
+            default: vec![ListenAddress::Tcp(DEFAULT).into()],
             default_text: Some(EXAMPLE),
-            shape: || Shape::one_or_list(ADDRESS),
+            shape: address_shapes,
             read: |item, report| match item.is_off() {
-                false => addresses(EXAMPLE, ", or remove `http`: this is the default").read(item, report),
+                false => read_sockets(item, EXAMPLE, ", or remove `http`: this is the default", report),
                 true => report.reject(item.span.clone(), "`http` cannot be turned off", HTTP_OFF_FIX),
             },
         });
         /// Addresses for TLS, see [`[listen.https]`](#listenhttps).
         https: Vec<Https> = Custom::or_empty(
-            || Shape::OneOrList(Box::new(Shape::Table([CertificateFiles::settings(), Https::settings()].concat()))),
+            || Shape::OneOrList(Box::new(Shape::Table(https_settings()))),
             read_https_listeners,
         );
         /// Addresses of the [rate limit service](../guides/envoy.md) that Envoy asks: gRPC over HTTP/2 without TLS. With
         /// TLS: a table as `[listen.https]`. A change of the addresses needs a restart.
         ratelimit_service: Option<RatelimitService> = Custom::or_empty(
             || Shape::AnyOf(vec![
-                Shape::one_or_list(ADDRESS),
-                Shape::Table([CertificateFiles::settings(), Https::settings()].concat()),
+                address_shapes(),
+                Shape::Table(https_settings()),
             ]),
             |item, report| read_ratelimit_service(item, report).map(Some),
         );
@@ -67,16 +68,18 @@ settings! {
         /// `-Proto` and `-For`, which are trusted, so let only these proxies connect. Without `X-Forwarded-For`, the
         /// client is the proxy. The request is matched to the routes, and gets 200 instead of being forwarded. A `respond` that
         /// is no success and a `redirect` are sent as they are.
-        forward_auth: Vec<SocketAddr> = Restart(Custom::or_empty(|| Shape::one_or_list(ADDRESS), |item, report| {
-            addresses("\"127.0.0.1:8082\"", ", or remove `forward_auth`").read(item, report)
+        forward_auth: Vec<ListenSocket> = Restart(Custom::or_empty(address_shapes, |item, report| {
+            read_sockets(item, "\"127.0.0.1:8082\"", ", or remove `forward_auth`", report)
         }));
         /// Address of the [dashboard](../guides/dashboard.md), `/metrics`, `/upstreams`, `/healthz`, `/readyz`, `/v1/top` and the
         /// [decision API](../guides/decision-api.md).
-        admin: Option<SocketAddr> = Restart(Word { shape: ADDRESS, example: "\"127.0.0.1:9900\"", read: read_address });
+        admin: Option<ListenSocket> = Restart(Custom::or_empty(address_shape, |item, report| {
+            read_socket(item, "\"127.0.0.1:9900\"", report).map(Some)
+        }));
         /// Addresses that serve only `/metrics`, `/healthz` and `/readyz`: who can connect can read the metrics, and can neither
         /// change counters nor see keys. See [Monitor with Prometheus](../guides/monitoring.md).
-        metrics: Vec<SocketAddr> = Restart(Custom::or_empty(|| Shape::one_or_list(ADDRESS), |item, report| {
-            addresses("\"127.0.0.1:9901\"", ", or remove `metrics`").read(item, report)
+        metrics: Vec<ListenSocket> = Restart(Custom::or_empty(address_shapes, |item, report| {
+            read_sockets(item, "\"127.0.0.1:9901\"", ", or remove `metrics`", report)
         }));
         /// Balancers whose connections must begin with a PROXY header (version 1 or 2), see [Trusted
         /// proxies](#trusted-proxies). `"unix:"` stands for the callers of Unix sockets.
@@ -86,7 +89,7 @@ settings! {
             or: ", or remove it: no PROXY header is then accepted",
             read: read_range,
         };
-        /// Connections that may wait in the kernel to be accepted, on each socket. A worker has one per address. The kernel
+        /// Connections that may wait in the kernel to be accepted, on each socket. A worker has one per address of TCP. The kernel
         /// reduces it to `net.core.somaxconn`.
         backlog: i32 = Integer(4096, 1..=65_535);
         /// Client connections on all addresses together. Without it: half of the process's file descriptors minus 128, at
@@ -134,12 +137,12 @@ settings! {
 /// The listener of Envoy's rate limit service.
 #[derive(Clone, PartialEq, Debug)]
 pub enum RatelimitService {
-    Cleartext(Vec<SocketAddr>),
+    Cleartext(Vec<ListenSocket>),
     Tls(Https),
 }
 
 impl RatelimitService {
-    pub fn addresses(&self) -> &[SocketAddr] {
+    pub fn addresses(&self) -> &[ListenSocket] {
         match self {
             RatelimitService::Cleartext(addresses) => addresses,
             RatelimitService::Tls(https) => &https.address,
@@ -307,8 +310,10 @@ settings! {
     /// `CertificateFiles`.
     pub struct Https checked by check_https {
         /// Addresses for TLS; HTTP/2 and HTTP/1.1 by ALPN.
-        address: Vec<SocketAddr> =
-            Restart(Required(addresses("\"0.0.0.0:443\"", ""), "write `address = \"0.0.0.0:443\"`"));
+        address: Vec<ListenSocket> = Restart(Required(
+            Custom::or_empty(address_shapes, |item, report| read_sockets(item, "\"0.0.0.0:443\"", "", report)),
+            "write `address = \"0.0.0.0:443\"`",
+        ));
         /// Further certificates, each with `certificate` and `private_key`. They are chosen by the client's server name
         /// (SNI) among the DNS names in subjectAltName: exact names first, then `*.` in place of one label. An RSA and an
         /// ECDSA certificate may have the same name: the first one that the client's algorithms permit is used.
@@ -370,17 +375,31 @@ pub enum ClientCerts {
 impl Listen {
     /// The first setting with other addresses, or with the same in another order.
     pub fn changed_address(&self, other: &Listen) -> Option<&'static str> {
-        let https = |listen: &Listen| listen.https.iter().map(|https| https.address.clone()).collect::<Vec<_>>();
-        let service = |listen: &Listen| listen.ratelimit_service.as_ref().map(|service| service.addresses().to_vec());
-        let settings = [
-            ("listen.http", self.http == other.http),
-            ("listen.https.address", https(self) == https(other)),
-            ("listen.admin", self.admin == other.admin),
-            ("listen.metrics", self.metrics == other.metrics),
-            ("listen.ratelimit_service", service(self) == service(other)),
-            ("listen.forward_auth", self.forward_auth == other.forward_auth),
-        ];
-        settings.into_iter().find(|(_, is_same)| !is_same).map(|(name, _)| name)
+        let addresses =
+            |sockets: &[ListenSocket]| sockets.iter().map(|socket| socket.address.clone()).collect::<Vec<_>>();
+        let settings = |listen: &Listen| {
+            let https = listen.https.iter().map(|https| addresses(&https.address)).collect();
+            let service = listen.ratelimit_service.iter().map(|service| addresses(service.addresses())).collect();
+            let one = |sockets: &[ListenSocket]| vec![addresses(sockets)];
+            [
+                ("listen.http", one(&listen.http)),
+                ("listen.https.address", https),
+                ("listen.admin", one(listen.admin.as_slice())),
+                ("listen.metrics", one(&listen.metrics)),
+                ("listen.ratelimit_service", service),
+                ("listen.forward_auth", one(&listen.forward_auth)),
+            ]
+        };
+        let changed = settings(self).into_iter().zip(settings(other)).find(|(setting, other)| setting != other);
+        changed.map(|((name, _), _)| name)
+    }
+
+    /// The sockets of all addresses.
+    pub fn sockets(&self) -> impl Iterator<Item = &ListenSocket> {
+        let https = self.https.iter().flat_map(|https| &https.address);
+        let service = self.ratelimit_service.iter().flat_map(RatelimitService::addresses);
+        let others = self.forward_auth.iter().chain(&self.admin).chain(&self.metrics);
+        self.http.iter().chain(https).chain(service).chain(others)
     }
 
     /// All listeners with TLS: those of `https`, then that of the rate limit service.
@@ -465,116 +484,77 @@ fn read_range(word: &SpannedStr, report: &mut Report) -> Option<AddressRange> {
     }
 }
 
-/// A socket that the gateway opens when it starts.
-struct ListenSocket {
-    address: SocketAddr,
+/// An address that the file uses.
+struct UsedAddress {
+    address: ListenAddress,
     /// Whether `[::]` accepts IPv4 connections too. It does for `admin` and `metrics`, and not for the others.
     accepts_ipv4: bool,
     /// Where the file has the address, for messages.
     position: Option<usize>,
 }
 
-impl ListenSocket {
+impl UsedAddress {
     /// Whether the kernel refuses to open both sockets. Port 0 selects a free port each time, so it never overlaps.
-    fn overlaps(&self, other: &ListenSocket) -> bool {
-        let port = self.address.port();
-        let is_same = self.address.ip() == other.address.ip();
-        port != 0 && port == other.address.port() && (is_same || self.covers(other) || other.covers(self))
+    fn overlaps(&self, other: &UsedAddress) -> bool {
+        match (self.address.tcp(), other.address.tcp()) {
+            (Some(own), Some(others)) => {
+                let is_same = own.ip() == others.ip();
+                own.port() != 0 && own.port() == others.port() && (is_same || self.covers(other) || other.covers(self))
+            }
+            _ => self.address == other.address,
+        }
     }
 
     /// Whether this is a wildcard address that includes the other.
-    fn covers(&self, other: &ListenSocket) -> bool {
-        let is_family = self.address.is_ipv4() == other.address.is_ipv4();
-        self.address.ip().is_unspecified() && (is_family || (self.accepts_ipv4 && self.address.is_ipv6()))
+    fn covers(&self, other: &UsedAddress) -> bool {
+        let (Some(own), Some(others)) = (self.address.tcp(), other.address.tcp()) else { return false };
+        let is_family = own.is_ipv4() == others.is_ipv4();
+        own.ip().is_unspecified() && (is_family || (self.accepts_ipv4 && own.is_ipv6()))
     }
 }
 
 /// Reports addresses that cannot be used at the same time.
 fn check_overlaps(table: &Table, report: &mut Report) {
-    let mut sockets = Vec::new();
+    let mut used: Vec<UsedAddress> = Vec::new();
     if table.given("http").is_none() && uses_default_address(table) {
-        sockets.push(ListenSocket { address: DEFAULT, accepts_ipv4: false, position: None });
+        used.push(UsedAddress { address: ListenAddress::Tcp(DEFAULT), accepts_ipv4: false, position: None });
     }
-    // Listeners with TLS are tables.
     let items = ["http", "https", "ratelimit_service", "forward_auth", "admin", "metrics"]
         .into_iter()
         .filter_map(|key| table.given(key));
-    let items = items.flat_map(|item| {
-        let with_tls: Vec<Item> = item.tables().iter().filter_map(|table| table.given("address")).collect();
-        with_tls.into_iter().chain([item])
-    });
-    let words = items.flat_map(|item| item.words().into_iter().map(move |word| (item.key, word)));
-    for (key, word) in words {
-        let Ok(address) = parse_address(word.text) else { continue };
+    let written = items.flat_map(|item| written_addresses(&item).into_iter().map(move |written| (item.key, written)));
+    for (key, (address, word)) in written {
         let position = Some(word.span.start);
-        let socket = ListenSocket { address, accepts_ipv4: ["admin", "metrics"].contains(&key), position };
-        if let Some(other) = sockets.iter().find(|other| socket.overlaps(other)) {
+        let socket = UsedAddress { address, accepts_ipv4: ["admin", "metrics"].contains(&key), position };
+        if let Some(other) = used.iter().find(|other| socket.overlaps(other)) {
             let (text, other_text) = (quoted(word.text), quoted(&other.address.to_string()));
-            let message = match other.address.ip() == address.ip() {
+            let ip = |socket: &UsedAddress| socket.address.tcp().map(|address| address.ip());
+            let message = match ip(other) == ip(&socket) {
                 true => format!("{text} is already in use"),
                 false if socket.covers(other) => format!("{text} includes {other_text}, which is already in use"),
                 false => format!("{text} is already in use by {other_text}"),
             };
-            let position = other.position.map_or(": `http` uses it by default".to_owned(), |other| {
+            let place = other.position.map_or(": `http` uses it by default".to_owned(), |other| {
                 format!(", on line {}", report.line_seen_from(other, word.span.start))
             });
-            report.problem(word.span, message + &position, "remove it, or give it another port");
+            let fix = match socket.address {
+                ListenAddress::Tcp(_) => "remove it, or give it another port",
+                ListenAddress::Unix(_) => "remove it, or give it another path",
+            };
+            report.problem(word.span, message + &place, fix);
         }
-        sockets.push(socket);
+        used.push(socket);
     }
 }
 
-/// Addresses to listen on.
-fn addresses(example: &'static str, or: &'static str) -> Words<SocketAddr> {
-    Words { shape: ADDRESS, example, or, read: read_address }
+fn address_shapes() -> Shape {
+    Shape::OneOrList(Box::new(address_shape()))
 }
 
-fn read_address(word: &SpannedStr, report: &mut Report) -> Option<SocketAddr> {
-    report.accept(word.span.clone(), parse_address(word.text))
-}
-
-fn parse_address(text: &str) -> Parsed<SocketAddr> {
-    let is = |what: &str| format!("{} {what}", quoted(text));
-    let parsed = text.parse::<SocketAddr>();
-    let address = parsed.map_err(|_error| (is("is not an address to listen on"), address_fix(text)))?;
-    if let IpAddr::V6(ip) = address.ip()
-        && let Some(mapped) = ip.to_ipv4_mapped()
-    {
-        let fix = format!("write `\"{mapped}:{}\"`", address.port());
-        return Err((is("is an IPv4 address in IPv6 notation"), fix));
-    }
-    Ok(address)
-}
-
-/// The fix for a text that is not an address: the most likely intended address.
-fn address_fix(text: &str) -> String {
-    let text = text.trim();
-    let bare = text.split_once("://").map_or(text, |(_, rest)| rest);
-    let bare = bare.split('/').next().unwrap_or(bare);
-    let (host, port) = bare.rsplit_once(':').unwrap_or(("", bare));
-    // `::1:8080` parses as an IPv6 address, but most likely a port was intended.
-    if let (Ok(ip), 2.., Ok(port)) = (host.parse::<Ipv6Addr>(), port.len(), port.parse::<u16>()) {
-        return format!("put an IPv6 address in brackets: write `\"[{ip}]:{port}\"`");
-    }
-    if let Ok(ip) = bare.trim_matches(['[', ']']).parse::<IpAddr>() {
-        return format!("add a port: write `\"{}\"`", SocketAddr::new(ip, 8080));
-    }
-    if port.is_empty() || !port.bytes().all(|b| b.is_ascii_digit()) {
-        return format!("write an IP address and a port, such as `{EXAMPLE}`");
-    }
-    let Ok(port) = port.parse::<u16>() else {
-        return String::from("a port is at most `65535`");
-    };
-    match host {
-        "" | "*" => format!("write `\"0.0.0.0:{port}\"` for all addresses, or `\"127.0.0.1:{port}\"` for this machine"),
-        "localhost" => format!("write `\"127.0.0.1:{port}\"`; names are not resolved"),
-        _ => match host.trim_matches(['[', ']']).parse::<IpAddr>() {
-            Ok(ip) => format!("write `\"{}\"`", SocketAddr::new(ip, port)),
-            Err(_) => {
-                format!("write the IP address of a network interface, such as `\"0.0.0.0:{port}\"` for all of them")
-            }
-        },
-    }
+/// The settings of a listener with TLS: its certificate is not required if one is ordered.
+fn https_settings() -> Vec<Setting> {
+    let files = CertificateFiles::settings().into_iter().map(|file| Setting { is_required: false, ..file });
+    files.chain(Https::settings()).collect()
 }
 
 /// Reads `[listen.https]`, or several `[[listen.https]]` tables, each with its own certificates.
@@ -589,13 +569,13 @@ fn read_https_listeners(item: &Item, report: &mut Report) -> Option<Vec<Https>> 
 /// Reads the addresses of the rate limit service, or a table with TLS.
 fn read_ratelimit_service(item: &Item, report: &mut Report) -> Option<RatelimitService> {
     match item.value {
-        DeValue::Table(_) => {
+        DeValue::Table(_) if !item.tables().iter().any(is_socket_table) => {
             let fix = "write `[listen.ratelimit_service]`, then its `address`, its `certificate` and its `private_key`";
             read_https(item, "`[listen.ratelimit_service]`", fix, report).map(RatelimitService::Tls)
         }
         _ => {
             let or = ", or remove `ratelimit_service`";
-            addresses("\"127.0.0.1:8081\"", or).read(item, report).map(RatelimitService::Cleartext)
+            read_sockets(item, "\"127.0.0.1:8081\"", or, report).map(RatelimitService::Cleartext)
         }
     }
 }

@@ -187,7 +187,7 @@ mod tests {
     fn references_are_replaced_in_every_string() {
         let config = read("workers = \"${env:WORKERS}\"\n[listen]\nhttp = [\"${env:HOST}:${file:port}\"]\n").unwrap();
         assert_eq!(config.general.workers, Some(10));
-        assert_eq!(config.listen.http[0].to_string(), "127.0.0.1:8081");
+        assert_eq!(config.listen.http[0].address.to_string(), "127.0.0.1:8081");
         let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"2/minute\"]\ncount_refused = \"${env:ON}\"";
         assert!(read(rule).unwrap().rules[RuleId::at(0)].count_refused);
     }

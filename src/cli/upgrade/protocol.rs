@@ -16,7 +16,6 @@ use std::env;
 use std::fs::File;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Seek, Write};
 use std::mem::MaybeUninit;
-use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::time::Duration;
@@ -31,8 +30,10 @@ use rustix::stdio::dup2_stdin;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-use crate::downstream::listener::InheritedSockets;
+use crate::downstream::listener::{InheritedSockets, OpenSocket};
+use crate::downstream::socket_file::{FileId, SocketFile};
 use crate::server::{Former, HISTORY_FORMAT, KnownKeySet};
+use transom_config::listen_address::ListenAddress;
 
 /// Environment variable of the new process: the PID of the process that it replaces.
 pub const PREDECESSOR_VARIABLE: &str = "TRANSOM_HANDOVER";
@@ -40,6 +41,8 @@ pub const PREDECESSOR_VARIABLE: &str = "TRANSOM_HANDOVER";
 /// Beginning of the first line. The number is the version of the protocol.
 const HEADER: &str = "transom 1 ";
 const LISTEN: &str = "listen ";
+/// Followed by what identifies the file of a Unix socket, or `-`, and its path.
+const UNIX: &str = "unix ";
 const COUNTERS: &str = "counters";
 /// Followed by the time of the fetch in Unix milliseconds, and the URL of the key set whose text the descriptor has.
 const KEY_SET: &str = "key-set ";
@@ -59,14 +62,22 @@ pub struct HandoverSet(Vec<(String, OwnedFd)>);
 
 impl HandoverSet {
     pub fn new(
-        sockets: &[(SocketAddr, TcpListener)],
+        sockets: &[OpenSocket],
         counters: BorrowedFd,
         key_set: Option<KnownKeySet>,
         history: &str,
     ) -> io::Result<HandoverSet> {
         let mut items = Vec::new();
-        for (address, socket) in sockets {
-            items.push((format!("{LISTEN}{address}\n"), socket.as_fd().try_clone_to_owned()?));
+        for OpenSocket { address, socket, file } in sockets {
+            let name = match address {
+                ListenAddress::Tcp(address) => format!("{LISTEN}{address}\n"),
+                ListenAddress::Unix(path) => {
+                    let id = file.as_ref().and_then(|file| file.id);
+                    let id = id.map_or("-".to_owned(), |FileId { device, inode }| format!("{device}:{inode}"));
+                    format!("{UNIX}{id} {}\n", path.display())
+                }
+            };
+            items.push((name, socket.as_fd().try_clone_to_owned()?));
         }
         items.push((format!("{COUNTERS}\n"), counters.try_clone_to_owned()?));
         if let Some(KnownKeySet { url, text, fetched_at_ms }) = key_set {
@@ -180,8 +191,13 @@ impl Handover {
         let history_name = format!("{HISTORY}{}", HISTORY_FORMAT);
         for (name, descriptor) in names.iter().zip(descriptors) {
             if let Some(address) = name.strip_prefix(LISTEN) {
-                let address: SocketAddr = address.parse().map_err(|_no_address| protocol_error())?;
-                sockets.push((address, TcpListener::from(descriptor)));
+                let address = address.parse().map(ListenAddress::Tcp).map_err(|_no_address| protocol_error())?;
+                sockets.push(OpenSocket { address, socket: descriptor.into(), file: None });
+            } else if let Some(rest) = name.strip_prefix(UNIX) {
+                let (id, path) = rest.split_once(' ').ok_or_else(protocol_error)?;
+                let file = SocketFile::inherited(path.into(), parse_file_id(id)?);
+                let address = ListenAddress::Unix(path.into());
+                sockets.push(OpenSocket { address, socket: descriptor.into(), file: Some(file) });
             } else if name == COUNTERS {
                 former.counters = Some(descriptor);
             } else if let Some(rest) = name.strip_prefix(KEY_SET) {
@@ -228,6 +244,17 @@ impl ServingChannel {
     }
 }
 
+/// The file of a Unix socket; `-` if the process does not know it.
+fn parse_file_id(text: &str) -> io::Result<Option<FileId>> {
+    if text == "-" {
+        return Ok(None);
+    }
+    let id = text
+        .split_once(':')
+        .and_then(|(device, inode)| Some(FileId { device: device.parse().ok()?, inode: inode.parse().ok()? }));
+    id.map(Some).ok_or_else(protocol_error)
+}
+
 /// Reads all announced lines and descriptors.
 fn receive_all(channel: &StdUnixStream) -> io::Result<(Vec<String>, Vec<OwnedFd>)> {
     let mut text = Vec::new();
@@ -271,7 +298,7 @@ fn protocol_error() -> io::Error {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Shutdown;
+    use std::net::{Shutdown, TcpListener};
     use std::thread;
 
     use tokio::runtime::{Builder, Runtime};
@@ -300,7 +327,8 @@ mod tests {
         let sockets: Vec<_> = (0..600)
             .map(|_| {
                 let socket = TcpListener::bind("127.0.0.1:0").unwrap();
-                (socket.local_addr().unwrap(), socket)
+                let address = ListenAddress::Tcp(socket.local_addr().unwrap());
+                OpenSocket { address, socket: socket.into(), file: None }
             })
             .collect();
         let memory = File::open("/dev/null").unwrap();
