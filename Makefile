@@ -11,6 +11,7 @@ CONFIGURATIONS = 200
 MUTATIONS = 10000000
 FAILOVER_S = 600
 MOVES = 500
+RESTARTS = 20
 SOAK_S = 3600
 # Python virtual environments, each with the packages that tests/external/NAME.txt lists.
 PARTS = tests/.parts
@@ -39,7 +40,7 @@ MUTANT_TESTS = --lib --test rules --test properties --test tower
 # Seconds after which the tests of a change are stopped; the change then counts as noticed.
 MUTANT_TIMEOUT = 60
 
-.PHONY: help test check compiler docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions replay litellm usage screenshots failover moves soak fuzz parts programs deny advisories
+.PHONY: help test check compiler docs release package package-test dist site cargo-deb mdbook cargo-mutants bench bench-pingora model explore broken-store mutants kills kills-shared concurrency sliding counting instructions replay litellm usage screenshots failover moves restarts soak fuzz parts programs deny advisories
 # Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
@@ -70,6 +71,7 @@ help:
 	@echo "make usage       reads usage from MUTATIONS mutated bodies (10000000), cut at random: it is what serde_json finds, or nothing"
 	@echo "make screenshots the pictures of the dashboard and of the report in docs/images; takes minutes"
 	@echo "make failover    kills one of two upstream servers repeatedly for FAILOVER_S seconds (600) under load: no request is lost"
+	@echo "make restarts    RESTARTS restarts (20) of the only server of an upstream under load: no request is lost"
 	@echo "make moves       MOVES changes (500) of the address of a server under load, by each way to learn it: no request is lost"
 	@echo "make soak        SOAK_S seconds (3600) at half load, with reloads, killed servers, slow clients and new keys: no request is"
 	@echo "                 lost, no limit is exceeded, memory and descriptors do not grow, metrics agree with the clients"
@@ -227,6 +229,10 @@ screenshots: parts
 # for the load.
 failover:
 	TRANSOM_FAILOVER_S=$(FAILOVER_S) cargo test --locked --release --test integration -- lose_no_request_under_load --nocapture --test-threads=1
+
+# The only server of an upstream restarts under load. Prints the requests that were lost: none.
+restarts:
+	TRANSOM_RESTARTS=$(RESTARTS) cargo test --locked --test integration -- restarts_of_a_single_server --nocapture --test-threads=1
 
 # Servers move under load, by each way that the gateway learns addresses. Prints the requests that were lost: none.
 moves:

@@ -108,6 +108,9 @@ pub struct UpstreamUse {
     pub time: Duration,
     #[serde(rename = "upstream_attempts", skip_serializing_if = "is_one")]
     pub attempts: u32,
+    /// How long the request waited for a reachable server.
+    #[serde(rename = "held_ms", serialize_with = "milliseconds", skip_serializing_if = "Duration::is_zero")]
+    pub held: Duration,
 }
 
 /// What a request cost by the rules whose cost its response states, or its bytes are.

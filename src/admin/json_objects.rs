@@ -123,8 +123,13 @@ object! {
 }
 
 object! {
+    EXPLAINED_HOLD = "ExplainedHold" { required("limit_ms", Integer), required("max_held", Integer), required("held", Integer) }
+}
+
+object! {
     EXPLAINED_ROUTE = "ExplainedRoute" {
         required("name", Text), required("path", Text), required("reason", Text), optional("upstream", MAYBE_TEXT),
+        optional("hold", Schema::Object(&EXPLAINED_HOLD)),
     }
 }
 
@@ -295,7 +300,7 @@ object! {
 
 object! {
     UPSTREAM = "Upstream" {
-        required("name", Text), required("pending", Any), required("servers", List(&Schema::Object(&SERVER))),
+        required("name", Text), required("pending", Any), required("held", Integer), required("servers", List(&Schema::Object(&SERVER))),
     }
 }
 

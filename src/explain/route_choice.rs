@@ -1,13 +1,14 @@
 //! Why a route serves a request: what makes it more specific than the next candidates, or why none matches.
 
 use std::cmp::{Ordering, Reverse};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use crate::proxy::served_config::ServedConfig;
-use transom_config::Config;
 use transom_config::path::Segment;
 use transom_config::route::Route;
+use transom_config::{Config, UpstreamId};
 use transom_limiter::ip_prefix::Network;
 use transom_rules::router::{RouteQuery, UnmetCondition};
 
@@ -29,14 +30,39 @@ pub struct ExplainedRoute {
     pub path: String,
     /// `None`: the route responds itself.
     pub upstream: Option<String>,
+    /// `None`: requests do not wait for a reachable server.
+    pub hold: Option<Hold>,
     /// Why the route does not serve the request; empty for the chosen one.
     pub reason: String,
 }
 
+/// How requests wait while no server of the upstream is reachable.
+#[derive(Debug)]
+pub struct Hold {
+    pub limit: Duration,
+    pub max: u32,
+    /// Requests that wait now.
+    pub held: u32,
+}
+
+impl Hold {
+    fn of(served: &ServedConfig, upstream: UpstreamId) -> Option<Hold> {
+        let health = &served.upstream_health[upstream];
+        let hold = health.policy.hold;
+        hold.map(|limit| Hold { limit, max: health.policy.max_held, held: health.request_limit.held() })
+    }
+
+    fn to_json(&self) -> Value {
+        json!({ "limit_ms": self.limit.as_millis() as u64, "max_held": self.max, "held": self.held })
+    }
+}
+
 impl ExplainedRoute {
-    fn new(config: &Config, route: &Route, reason: String) -> ExplainedRoute {
+    fn new(served: &ServedConfig, route: &Route, reason: String) -> ExplainedRoute {
+        let config = &served.config;
         let upstream = route.upstream.map(|upstream| config.upstreams[upstream].name.clone());
-        ExplainedRoute { name: route.name.clone(), path: route.path.text.clone(), upstream, reason }
+        let hold = route.upstream.and_then(|upstream| Hold::of(served, upstream));
+        ExplainedRoute { name: route.name.clone(), path: route.path.text.clone(), upstream, hold, reason }
     }
 }
 
@@ -63,7 +89,7 @@ impl RouteChoice {
                 (None, Some(chosen)) => less_specific(route, chosen, query.host),
                 (None, None) => String::new(),
             };
-            ExplainedRoute::new(config, route, reason)
+            ExplainedRoute::new(served, route, reason)
         });
         let others: Vec<ExplainedRoute> = explained.take(OTHERS_MAX).collect();
         let reason = match (chosen, others.iter().find(|other| !other.reason.is_empty())) {
@@ -72,15 +98,19 @@ impl RouteChoice {
             (None, Some(_)) => String::from("no route matches: the routes of this path do not take the request"),
             (None, None) => no_candidate(config, query),
         };
-        RouteChoice { chosen: chosen.map(|route| ExplainedRoute::new(config, route, String::new())), reason, others }
+        RouteChoice { chosen: chosen.map(|route| ExplainedRoute::new(served, route, String::new())), reason, others }
     }
 
     /// The chosen route in JSON.
     pub fn chosen_json(&self) -> Option<Value> {
         let route = self.chosen.as_ref()?;
-        Some(json!({
+        let mut chosen = json!({
             "name": route.name, "path": route.path, "upstream": route.upstream, "reason": self.reason,
-        }))
+        });
+        if let Some(hold) = &route.hold {
+            chosen["hold"] = hold.to_json();
+        }
+        Some(chosen)
     }
 
     /// The other candidates in JSON.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::route_choice::ExplainedRoute;
+use super::route_choice::{ExplainedRoute, Hold};
 use super::rule_state::{Renewal, RuleResult, RuleState, Store, Variant, seconds_text};
 use super::{Decision, Explanation};
 use transom_rules::ratelimit_headers::seconds_until;
@@ -43,6 +43,11 @@ impl fmt::Display for Explanation {
                     |upstream| format!("forwards to upstream `{upstream}`"),
                 );
                 writeln!(f, "route:    {}, {target}: {}", title(route), routes.reason)?;
+                if let Some(Hold { limit, max, held }) = &route.hold {
+                    let limit = limit.as_secs_f64();
+                    write!(f, "          while no server is reachable, requests wait for up to {limit}s: ")?;
+                    writeln!(f, "{held} of at most {max} do now")?;
+                }
             }
             for other in &routes.others {
                 writeln!(f, "          not {}: {}", title(other), other.reason)?;

@@ -36,6 +36,8 @@ use transom_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome,
 pub struct PendingAdmission {
     step: PendingStep,
     rules_id: RouteRulesId,
+    /// See [`DecidedBy::may_hold`].
+    may_hold: bool,
     /// See [`WorkerConfig::names_for_marks`].
     pub key_names: IdVec<PlanPosition, KeyName>,
 }
@@ -88,7 +90,7 @@ pub fn evaluate(
     record: &mut RequestRecord,
     now_ms: u64,
 ) -> Result<Evaluation, RequestError> {
-    let (rules, rules_id) = (resolved.rules, resolved.route.rules);
+    let (rules, rules_id, may_hold) = (resolved.rules, resolved.route.rules, resolved.route.may_hold);
     context.result.concurrency.clear();
     if rules.charge_plan.limits_concurrency()
         && let Some(evaluation) = acquire_slots(worker, resolved, context, record)
@@ -99,7 +101,7 @@ pub fn evaluate(
         BeginResult::Decided(decision) => Ok(Evaluation::Decided(decision)),
         BeginResult::Pending(decision) => {
             let step = PendingStep::Store(decision);
-            Ok(Evaluation::Pending(Box::new(PendingAdmission { step, rules_id, key_names: IdVec::new() })))
+            Ok(Evaluation::Pending(Box::new(PendingAdmission { step, rules_id, may_hold, key_names: IdVec::new() })))
         }
         BeginResult::Unavailable => Err(RequestError::StoreUnavailable),
     }
@@ -122,7 +124,8 @@ fn acquire_slots(
                 let store_keys = resolved.store_keys();
                 let queued = QueuedRequest { place, waiter, context: context.clone(), store_keys };
                 let step = PendingStep::Slot(Box::new(queued));
-                let pending = PendingAdmission { step, rules_id, key_names: IdVec::new() };
+                let may_hold = resolved.route.may_hold;
+                let pending = PendingAdmission { step, rules_id, may_hold, key_names: IdVec::new() };
                 return Some(Evaluation::Pending(Box::new(pending)));
             }
         }
@@ -258,7 +261,7 @@ impl PendingAdmission {
         config: &Rc<WorkerConfig>,
         record: &mut RequestRecord,
     ) -> Result<Admission, Rejection> {
-        let PendingAdmission { step, rules_id, key_names } = *self;
+        let PendingAdmission { step, rules_id, may_hold, key_names } = *self;
         let rules = &config.served.route_rules[rules_id];
         let outcome = match step {
             PendingStep::Store(decision) => decision.decide(&rules.charge_plan).await,
@@ -285,7 +288,7 @@ impl PendingAdmission {
         let policy = config.policy_fields[rules_id].as_ref();
         let fields = rules.rate_limit_template.render(&outcome.context, policy, now_ms, &mut text);
         let SharedOutcome { decision, context, refunds, store_keys } = outcome;
-        let by = DecidedBy { worker, config, rules_id };
+        let by = DecidedBy { worker, config, rules_id, may_hold };
         let pending_cost = PendingCost::new(by, &context, &refunds, || store_keys.clone());
         let charges = StoreCharges { refunds, keys: store_keys };
         let delay = DelayedRequest::new(decision, by, &context, charges);

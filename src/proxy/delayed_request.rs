@@ -72,7 +72,7 @@ impl DelayedRequest {
         store_charges: StoreCharges,
     ) -> Option<Box<DelayedRequest>> {
         let Decision::Delayed { until_ms, waiter, recharge: to_recharge } = decision else { return None };
-        let DecidedBy { worker, config, rules_id } = by;
+        let DecidedBy { worker, config, rules_id, .. } = by;
         let (charge_plan, now_ms) = (&by.rules().charge_plan, worker.clock.now().unix_ms);
         Some(Box::new(DelayedRequest {
             until_ms,

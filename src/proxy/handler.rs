@@ -407,8 +407,8 @@ fn decide(
             let policy = config.policy_fields[rules_id].as_ref();
             let fields = rules.rate_limit_template.render(context, policy, decided_ms, text);
             let store_keys = || resolved.store_keys();
-            let admission =
-                Admission::new(decision, fields, DecidedBy { worker, config, rules_id }, context, store_keys);
+            let by = DecidedBy { worker, config, rules_id, may_hold: resolved.route.may_hold };
+            let admission = Admission::new(decision, fields, by, context, store_keys);
             (admission, None)
         }
     };

@@ -542,6 +542,7 @@ impl PendingEntry {
                 server: server.map(|server| server.url.clone()),
                 time: forwarded.time.unwrap_or_else(|| now.duration_since(forwarded.since)),
                 attempts: log.attempts.get(),
+                held: log.held.get(),
             }
         });
         (entry, traced)

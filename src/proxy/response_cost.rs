@@ -17,6 +17,7 @@ use super::worker_state::DecidedBy;
 use crate::upstream::forward::ForwardError;
 use crate::upstream::request_body::RequestBody;
 use transom_config::RouteId;
+use transom_http::error::RequestError;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::PlanPosition;
 use transom_limiter::store_key::StoreKeys;
@@ -39,6 +40,8 @@ pub struct PendingCost {
     request: Rc<ChargedRequest>,
     /// The rules that have charged and are not settled.
     unsettled: Vec<PendingCharges>,
+    /// What all other rules have charged, if the request may wait for a reachable server.
+    other_charges: Vec<(PlanPosition, RuleCharges)>,
     /// `None` before the request is forwarded.
     route: Option<RouteId>,
     /// The model that the request names, if costs depend on it.
@@ -71,6 +74,8 @@ enum Forwarding {
     Answered,
     /// It has switched protocols.
     Tunnel,
+    /// The gateway made the response because no server was reachable, and has refunded all charges.
+    Refunded,
     /// The gateway made the response: no server has received the request.
     NotSent,
     /// The gateway made the response, and a server may act on the request.
@@ -78,7 +83,8 @@ enum Forwarding {
 }
 
 impl PendingCost {
-    /// `None` if the charge of no rule depends on the response. `context` has the result of the decision.
+    /// `None` if the charge of no rule depends on the response or on a reachable server. `context` has the result of the
+    /// decision.
     pub fn new(
         by: DecidedBy<'_>,
         context: &DecisionContext,
@@ -86,8 +92,15 @@ impl PendingCost {
         store_keys: impl FnOnce() -> StoreKeys,
     ) -> Option<Box<PendingCost>> {
         let response_costs = &by.rules().response_costs.rules;
-        if response_costs.is_empty() {
+        if response_costs.is_empty() && !by.may_hold {
             return None;
+        }
+        let mut other_charges = Vec::new();
+        if by.may_hold {
+            let depends = |position| response_costs.iter().any(|rule| rule.position == position);
+            let positions = by.rules().charge_plan.rules().ids();
+            let others = positions.filter(|position| !depends(*position) && context.has_charged(*position));
+            other_charges.extend(others.map(|position| (position, RuleCharges::of(context, position))));
         }
         // Others have nothing to settle: a shadow rule that would have refused, and a rule that an outage policy left out.
         let charged = response_costs.enumerate().filter(|(_, rule)| context.has_charged(rule.position));
@@ -98,6 +111,7 @@ impl PendingCost {
         Some(Box::new(PendingCost {
             request: ChargedRequest::new(by, context, refunds, store_keys()),
             unsettled: charged.map(charges).collect(),
+            other_charges,
             route: None,
             model: RequestedModel::Unknown,
             client: Cell::new(None),
@@ -112,6 +126,9 @@ impl PendingCost {
         self.request.add_refunds(refunds);
         for PendingCharges { rule, charges } in &mut self.unsettled {
             charges.add(context, rules.response_costs.rules[*rule].position);
+        }
+        for (position, charges) in &mut self.other_charges {
+            charges.add(context, *position);
         }
     }
 
@@ -180,7 +197,29 @@ impl PendingCost {
 
     /// The response is an error of the gateway.
     pub fn forwarding_failed(&mut self, error: &ForwardError) {
-        self.forwarding = if error.may_be_sent { Forwarding::MayBeSent } else { Forwarding::NotSent };
+        self.forwarding = match &error.error {
+            _ if error.may_be_sent => Forwarding::MayBeSent,
+            RequestError::Unreachable { .. } => {
+                self.refund_all();
+                Forwarding::Refunded
+            }
+            _ => Forwarding::NotSent,
+        };
+    }
+
+    /// Refunds what all rules have charged.
+    fn refund_all(&mut self) {
+        let request = Rc::clone(&self.request);
+        let rules = &request.rules().response_costs.rules;
+        if let Some(meter) = &self.meter {
+            rules.iter().filter(|rule| rule.bytes().is_some()).for_each(|rule| meter.refund(rule.position));
+        }
+        let unsettled = std::mem::take(&mut self.unsettled).into_iter();
+        let unsettled = unsettled.map(|PendingCharges { rule, charges }| (rules[rule].position, charges));
+        for (position, charges) in unsettled.chain(std::mem::take(&mut self.other_charges)) {
+            request.settle(position, &charges, 0);
+            request.log_cost(position, 0);
+        }
     }
 
     /// The response opens a tunnel. Returns what counts its bytes.
@@ -203,7 +242,7 @@ impl PendingCost {
         let code_at_end = || response.body().is_end_stream().then_some(GRPC_UNKNOWN);
         let grpc_status = grpc_status(response.headers()).or_else(code_at_end);
         let head = ResponseEnd { status: response.status(), headers: response.headers(), grpc_status, body: None };
-        let mut is_changed = self.settle_rules(&head);
+        let mut is_changed = self.settle_rules(&head) || self.forwarding == Forwarding::Refunded;
         is_changed |= self.meter.as_ref().is_some_and(|meter| meter.charge());
         if self.is_settled() {
             return is_changed.then(|| self.fields());
@@ -292,7 +331,7 @@ impl PendingCost {
             (FinalCost::NotCounted, _) => FinalCost::NotCounted,
             (_, Forwarding::NotSent) if rule.refunds_unsent() => FinalCost::Stated(0),
             // The server may act on the request; its own status is not known.
-            (_, Forwarding::NotSent | Forwarding::MayBeSent) => FinalCost::AsCharged,
+            (_, Forwarding::NotSent | Forwarding::MayBeSent | Forwarding::Refunded) => FinalCost::AsCharged,
             (final_cost, Forwarding::Answered | Forwarding::Tunnel) => final_cost,
         }
     }

@@ -55,6 +55,8 @@ pub struct DecidedBy<'a> {
     pub worker: &'a Rc<WorkerState>,
     pub config: &'a Rc<WorkerConfig>,
     pub rules_id: RouteRulesId,
+    /// Whether the request may wait for a reachable server, which then charges nothing if there is none in time.
+    pub may_hold: bool,
 }
 
 impl<'a> DecidedBy<'a> {

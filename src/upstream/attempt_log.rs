@@ -1,7 +1,7 @@
 //! The attempts of one request to get a response, for the access log and for the spans of a traced request.
 
 use std::cell::{Cell, RefCell};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use http::{HeaderMap, StatusCode};
 
@@ -15,6 +15,8 @@ pub struct AttemptLog {
     pub attempts: Cell<u32>,
     /// The server of the last attempt; `None` before the first.
     pub last_server: Cell<Option<ServerId>>,
+    /// How long the request waited for a reachable server.
+    pub held: Cell<Duration>,
     trace: Option<Trace>,
 }
 
@@ -47,7 +49,7 @@ impl AttemptLog {
             is_new: span.parent_id.is_none(),
             attempts: RefCell::default(),
         });
-        AttemptLog { attempts: Cell::default(), last_server: Cell::default(), trace }
+        AttemptLog { attempts: Cell::default(), last_server: Cell::default(), held: Cell::default(), trace }
     }
 
     /// An attempt begins, with these fields. In a trace, `traceparent` names the attempt.

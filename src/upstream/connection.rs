@@ -72,6 +72,14 @@ impl UpstreamConnection {
         }
     }
 
+    /// Whether a request can be sent now.
+    pub fn is_ready(&mut self) -> bool {
+        match self {
+            UpstreamConnection::Http1(connection) => connection.is_ready(),
+            UpstreamConnection::Http2(_) => true,
+        }
+    }
+
     /// The last request, if none of it was sent.
     pub fn take_unsent(&mut self) -> Option<Box<Request<RequestBody>>> {
         match self {

@@ -5,7 +5,7 @@
 //! have been closed by its server just before use: the request is then repeated at once on a new connection, which
 //! counts neither as a failure nor as a retry. A retry after a failure to connect is free of the retry budget while
 //! another server works: that server gets the request as if it had been chosen first. The budget pays for every other
-//! retry.
+//! retry. With `hold`, a request that reaches no server waits until one is back.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -18,6 +18,7 @@ use http::{HeaderValue, Request, Response, StatusCode};
 
 use super::attempt_log::AttemptLog;
 use super::connection::{ConnectionError, UpstreamConnection};
+use super::hold::{HoldQueue, Ticket};
 use super::load_balancer::{Choice, LoadBalancer, RequestTraits, TriedServers};
 use super::pool::{ActiveRequest, ConnectionLimitReached, Offer, ServerPool};
 use super::request_body::{RequestBody, UploadProgress};
@@ -48,6 +49,8 @@ pub struct Forwarder {
     retry_budget: RetryBudget,
     metrics: UpstreamMetrics<ServerId>,
     retry_meter: RetryMetrics,
+    /// With `hold`.
+    hold: Option<Rc<HoldQueue>>,
     clock: Clock,
 }
 
@@ -69,6 +72,14 @@ struct Forwarding {
     may_be_sent: bool,
     /// The request was repeated, because another server had the address.
     was_misdirected: bool,
+    /// Set once the request waits for a reachable server: its place among others, and the end of the wait.
+    held: Option<(Ticket, Instant)>,
+}
+
+/// A connection for a request that has waited.
+struct HeldConnection {
+    connection: UpstreamConnection,
+    reused: bool,
 }
 
 /// One attempt to get a response from a server. Its drop counts the outcome, and reports the result to the health of the
@@ -151,6 +162,7 @@ impl Forwarder {
         Forwarder {
             retry_budget: RetryBudget::new(budget, budget_min, upstream_health.workers),
             load_balancer: LoadBalancer::new(&upstream_health, servers),
+            hold: upstream_health.policy.hold.map(HoldQueue::new),
             upstream_health,
             metrics: meter,
             retry_meter: retries,
@@ -184,7 +196,15 @@ impl Forwarder {
         let mut forwarding = self.begin(traits, limits);
         async move {
             let forwarding = forwarding.as_mut().map_err(|error| error.clone())?;
-            let mut choice = self.load_balancer.choose_first(&self.upstream_health, forwarding.traits, &self.clock);
+            let (mut choice, mut held) = match &self.hold {
+                // Others have waited longer.
+                Some(hold) if hold.is_in_use() => {
+                    let waited = self.wait_for_server(hold, forwarding, limits, attempt_log.as_deref(), None);
+                    let (choice, held) = Box::pin(waited).await?;
+                    (choice, Some(held))
+                }
+                _ => (self.load_balancer.choose_first(&self.upstream_health, forwarding.traits, &self.clock), None),
+            };
             loop {
                 let server = &self.load_balancer.servers()[choice.server];
                 if let Some(log) = &attempt_log {
@@ -199,7 +219,9 @@ impl Forwarder {
                     log: attempt_log.as_deref(),
                 };
                 let (mut connection, reused);
-                if let Some(idle) = (!forwarding.needs_new_connection && !forwarding.is_exclusive)
+                if let Some(held) = held.take() {
+                    (connection, reused) = (held.connection, held.reused);
+                } else if let Some(idle) = (!forwarding.needs_new_connection && !forwarding.is_exclusive)
                     .then(|| server.pool.take_ready())
                     .flatten()
                 {
@@ -209,8 +231,18 @@ impl Forwarder {
                         Ok(connected) => (connection, reused) = connected,
                         Err(error) => {
                             let failed = self.on_connect_failure(forwarding, attempt, error);
-                            let may_be_sent = forwarding.may_be_sent;
-                            choice = failed.map_err(|error| ForwardError { error, may_be_sent })?;
+                            match (failed, &self.hold) {
+                                (Ok(next), _) => choice = next,
+                                (Err(error), Some(hold)) if error != RequestError::Overloaded => {
+                                    let log = attempt_log.as_deref();
+                                    let waited = self.wait_for_server(hold, forwarding, limits, log, Some(error));
+                                    let waited = Box::pin(waited).await?;
+                                    (choice, held) = (waited.0, Some(waited.1));
+                                }
+                                (Err(error), _) => {
+                                    return Err(ForwardError { error, may_be_sent: forwarding.may_be_sent });
+                                }
+                            }
                             continue;
                         }
                     }
@@ -272,7 +304,11 @@ impl Forwarder {
             },
         };
         self.retry_budget.add_request();
-        let default = || DEFAULT_RETRIES_MAX.min(self.load_balancer.servers().len() - 1);
+        // The only server, too, gets a request again that waits for it.
+        let default = || match &self.hold {
+            Some(_) => DEFAULT_RETRIES_MAX,
+            None => DEFAULT_RETRIES_MAX.min(self.load_balancer.servers().len() - 1),
+        };
         let attempts = |retries: &Retries| retries.attempts.map_or_else(default, |attempts| attempts as usize);
         let left = self.upstream_health.policy.retries.as_ref().map_or(0, attempts);
         let deadline = limits.request.map(|limit| self.clock.instant() + limit);
@@ -287,6 +323,7 @@ impl Forwarder {
             is_exclusive,
             may_be_sent: false,
             was_misdirected: false,
+            held: None,
         })
     }
 
@@ -352,6 +389,104 @@ impl Forwarder {
         Ok((connection, false))
     }
 
+    /// Waits until a server is reachable; returns it, and a connection. `failure`: of the attempt to connect before.
+    async fn wait_for_server(
+        &self,
+        hold: &Rc<HoldQueue>,
+        forwarding: &mut Forwarding,
+        limits: &Timeouts,
+        log: Option<&AttemptLog>,
+        failure: Option<RequestError>,
+    ) -> Result<(Choice, HeldConnection), ForwardError> {
+        let began = self.clock.instant();
+        if let Some(failure) = failure {
+            hold.connect_failed(failure.operator_message(), began);
+        }
+        let (ticket, until) = *forwarding.held.get_or_insert_with(|| (hold.new_ticket(), began + hold.limit));
+        let may_be_sent = forwarding.may_be_sent;
+        let unreachable = |limit, why: &str| {
+            self.retry_meter.refused(limit);
+            let retry_after_s = hold.limit.as_secs() + u64::from(hold.limit.subsec_nanos() > 0);
+            let error = RequestError::Unreachable { retry_after_s, cause: format!("{why}: {}", hold.last_failure()) };
+            ForwardError { error, may_be_sent }
+        };
+        let (request_limit, max) = (&self.upstream_health.request_limit, self.upstream_health.policy.max_held);
+        let Some(permit) = request_limit.acquire_held(max) else {
+            return Err(unreachable(UpstreamLimit::Held, "`max_held` requests wait already"));
+        };
+        let upstream = &self.upstream_health.name;
+        if request_limit.held() == 1 {
+            let for_ms = hold.limit.as_millis() as u64;
+            tracing::warn!(upstream, for_ms, "no server is reachable, requests wait: {}", hold.last_failure());
+        }
+        let counted = self.retry_meter.count_held();
+        let end = forwarding.deadline.map_or(until, |deadline| until.min(deadline));
+        let connecting = self.connect_when_reachable(hold, ticket, forwarding, limits);
+        let connected = tokio::time::timeout(end.saturating_duration_since(began), connecting).await;
+        drop((permit, counted));
+        let waited = self.clock.instant().saturating_duration_since(began);
+        if let Some(log) = log {
+            log.held.update(|before| before + waited);
+        }
+        match connected {
+            Ok(Ok(connected)) => {
+                if request_limit.held() == 0 {
+                    let waited_ms = waited.as_millis() as u64;
+                    tracing::info!(upstream, waited_ms, "a server is reachable, no request waits any longer");
+                }
+                Ok(connected)
+            }
+            Ok(Err(error)) => Err(ForwardError { error, may_be_sent }),
+            Err(_elapsed) if end < until => Err(ForwardError { error: RequestError::RequestTimeout, may_be_sent }),
+            Err(_elapsed) => Err(unreachable(UpstreamLimit::HoldTime, "the time of `hold` is over")),
+        }
+    }
+
+    /// Waits for the turns of a request, and tries one server after the other. Fails only if a server works but has too many
+    /// connections.
+    async fn connect_when_reachable(
+        &self,
+        hold: &Rc<HoldQueue>,
+        ticket: Ticket,
+        forwarding: &mut Forwarding,
+        limits: &Timeouts,
+    ) -> Result<(Choice, HeldConnection), RequestError> {
+        loop {
+            let _turn = hold.turn(ticket).await;
+            loop {
+                let pause = hold.pause(self.clock.instant());
+                if !pause.is_zero() {
+                    tokio::time::sleep(pause).await;
+                }
+                if forwarding.tried.len() >= self.load_balancer.servers().len() {
+                    forwarding.tried.clear();
+                }
+                let now = self.clock.instant();
+                let (health, traits, tried) = (&self.upstream_health, forwarding.traits, &forwarding.tried);
+                let choice = self.load_balancer.choose_next(health, traits, tried, now);
+                let server = &self.load_balancer.servers()[choice.server];
+                let idle = || std::iter::from_fn(|| server.pool.take_ready()).find_map(ready);
+                let idle = if forwarding.is_exclusive { None } else { idle() };
+                let connected = match idle {
+                    Some(connection) => Ok((connection, true)),
+                    None => self.connect(server, forwarding, limits).await,
+                };
+                match connected {
+                    Ok((connection, reused)) => {
+                        hold.connected();
+                        return Ok((choice, HeldConnection { connection, reused }));
+                    }
+                    Err(RequestError::Overloaded) => return Err(RequestError::Overloaded),
+                    Err(error) => hold.connect_failed(error.operator_message(), self.clock.instant()),
+                }
+                forwarding.tried.push(choice.server);
+                if !hold.keeps_turn(ticket) {
+                    break;
+                }
+            }
+        }
+    }
+
     /// Handles a failure to connect: nothing was sent, so any request can go to another server.
     fn on_connect_failure(
         &self,
@@ -367,7 +502,9 @@ impl Forwarder {
         let server = attempt.choice.server;
         let is_free =
             self.load_balancer.has_other(&self.upstream_health, server, &forwarding.tried, self.clock.instant());
-        if self.may_retry(forwarding, RetryCause::Connect { is_free }) {
+        // A request that can wait for a server needs no retry at one that does not work.
+        let may_retry = is_free || self.hold.is_none();
+        if may_retry && self.may_retry(forwarding, RetryCause::Connect { is_free }) {
             Ok(self.next_server(forwarding, attempt))
         } else {
             Err(error)
@@ -567,6 +704,11 @@ impl Forwarder {
             }))
         })
     }
+}
+
+/// A connection from the pool, if its server has not closed it.
+fn ready(mut connection: UpstreamConnection) -> Option<UpstreamConnection> {
+    connection.is_ready().then_some(connection)
 }
 
 /// The time until the whole request times out.

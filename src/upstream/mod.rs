@@ -2,7 +2,8 @@
 //!
 //! `forward` sends one request (`attempt_log`): `load_balancer` chooses a server by `server_health`, `pool` provides a `connection`,
 //! `dns` resolves the names of servers, `service_records` follows the services of which servers are found, both by `dns_client`.
-//! `retry_budget` and `request_limit` bound retries and load, `health_check` probes servers. Every worker has its own
+//! `retry_budget` and `request_limit` bound retries and load, `hold` has the requests that wait for a reachable server,
+//! `health_check` probes servers. Every worker has its own
 //! connections and load balancer; health and request limits are shared.
 //!
 //! The layers, from the client to the upstream socket:
@@ -22,6 +23,7 @@ pub mod dns_message;
 pub mod echo;
 pub mod forward;
 pub mod health_check;
+pub mod hold;
 pub mod http1;
 pub mod http2;
 pub mod load_balancer;

@@ -1,5 +1,5 @@
-//! Permits for what is limited at an upstream: requests in flight, requests that wait for a connection, and connections
-//! to a server.
+//! Permits for what is limited at an upstream: requests in flight, requests that wait for a connection or for a reachable
+//! server, and connections to a server.
 //!
 //! All workers count requests together, in relaxed atomics; only where the configuration sets a limit, and then with
 //! one addition when a request begins and one when it ends. Reloads keep the counts. Connections are counted by each
@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 pub struct RequestLimit {
     requests: AtomicU32,
     pending: AtomicU32,
+    held: AtomicU32,
 }
 
 /// Permits one request; its drop returns the permit.
@@ -40,6 +41,11 @@ impl RequestLimit {
         self.acquire(|limit| &limit.pending, max)
     }
 
+    /// A permit for one more request that waits for a reachable server; `None` at the limit.
+    pub fn acquire_held(self: &Arc<RequestLimit>, max: u32) -> Option<RequestPermit> {
+        self.acquire(|limit| &limit.held, max)
+    }
+
     fn acquire(self: &Arc<RequestLimit>, counter: fn(&RequestLimit) -> &AtomicU32, max: u32) -> Option<RequestPermit> {
         let taken = counter(self).fetch_add(1, Relaxed);
         let permit = RequestPermit { limit: Arc::clone(self), counter };
@@ -50,6 +56,11 @@ impl RequestLimit {
     /// Requests that wait for a connection.
     pub fn pending(&self) -> u32 {
         self.pending.load(Relaxed)
+    }
+
+    /// Requests that wait for a reachable server.
+    pub fn held(&self) -> u32 {
+        self.held.load(Relaxed)
     }
 }
 

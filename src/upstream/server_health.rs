@@ -392,6 +392,7 @@ impl UpstreamHealth {
         json!({
             "name": self.name,
             "pending": self.request_limit.pending(),
+            "held": self.request_limit.held(),
             "servers": self.servers.enumerate().map(server).collect::<Vec<_>>(),
         })
     }

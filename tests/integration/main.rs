@@ -75,6 +75,7 @@ mod h2load;
 mod header_fields;
 mod health;
 mod health_command;
+mod hold;
 mod http2;
 mod http2_attacks;
 mod http2_resend;

@@ -29,6 +29,7 @@ use transom_limiter::key::KeyPart;
 
 const SECOND: Duration = Duration::from_secs(1);
 const COUNT_MAX: u64 = 1_000_000;
+const HOLD_MAX_MS: u64 = 3_600_000;
 /// The default scheme of servers and its port.
 const HTTP: (&str, u16) = ("http", 80);
 const SERVERS_EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
@@ -480,6 +481,10 @@ settings! {
         /// Requests that wait for a connection because of `max_connections`, in the whole process. A further request gets
         /// 503 at once, and a request that has waited for `timeouts.connect` gets 503.
         max_pending: u32 = Integer(1024, 0..=COUNT_MAX);
+        /// How long a request [waits while no server is reachable](#requests-that-wait-for-a-server), instead of failing at once.
+        hold: Option<Duration> = Optional(Time(5 * SECOND, 1..=HOLD_MAX_MS));
+        /// Requests that wait because of `hold`, in the whole process. A further request gets 503 at once.
+        max_held: u32 = Integer(1000, 1..=COUNT_MAX);
     }
 }
 
@@ -497,9 +502,11 @@ fn check_policy(_policy: &mut UpstreamPolicy, table: &mut Table, report: &mut Re
         table.suggest_for(key, "balance", fix);
     }
     suggest_ca(table, "tls", "tls = { ca = \"FILE\" }");
-    if let (Some(item), None) = (table.given("max_pending"), table.given("max_connections")) {
-        let message = "`max_pending` has no effect without `max_connections`";
-        report.missing(item.key_span, message, "add `max_connections`, or remove it");
+    for (key, needed) in [("max_pending", "max_connections"), ("max_held", "hold")] {
+        if let (Some(item), None) = (table.given(key), table.given(needed)) {
+            let message = format!("`{key}` has no effect without `{needed}`");
+            report.missing(item.key_span, message, format!("add `{needed}`, or remove it"));
+        }
     }
 }
 

@@ -129,6 +129,11 @@ pub enum RequestError {
     RequestTimeout,
     /// The request limit of the upstream is reached.
     Overloaded,
+    /// No server became reachable while the request could wait, or too many requests wait already.
+    Unreachable {
+        retry_after_s: u64,
+        cause: String,
+    },
     /// The list of the upstream's servers is empty at the moment.
     NoServer,
     /// The shared store is unreachable, and the rule refuses requests that it cannot count.
@@ -263,6 +268,7 @@ error_kinds! {
     OriginalRequest    "original_request"     Client   400 Internal          Quiet   true,
     CredentialsMissing "credentials_missing"  Client   401 Unauthenticated   Quiet   false,
     Denied             "denied"               Client   403 PermissionDenied  Quiet   false,
+    Unreachable        "unreachable"          Upstream 503 Unavailable       Warning false,
     NoServer           "no_server"            Upstream 503 Unavailable       Warning false,
 }
 
@@ -329,7 +335,9 @@ impl RequestError {
     /// The message for the log, with details that the client does not get.
     pub fn operator_message(&self) -> String {
         match self {
-            RequestError::Connect(cause) | RequestError::Upstream(cause) => format!("{self}: {cause}"),
+            RequestError::Connect(cause) | RequestError::Upstream(cause) | RequestError::Unreachable { cause, .. } => {
+                format!("{self}: {cause}")
+            }
             RequestError::KeyMissing { rule, .. }
             | RequestError::KeyAmbiguous { rule, .. }
             | RequestError::KeyMalformed { rule, .. }
@@ -414,6 +422,7 @@ impl fmt::Display for RequestError {
             RequestError::ResponseTimeout => f.write_str("the upstream server took too long to respond"),
             RequestError::RequestTimeout => f.write_str("the request took too long"),
             RequestError::Overloaded => f.write_str("the upstream has too many requests at the moment"),
+            RequestError::Unreachable { .. } => f.write_str("no upstream server can be reached at the moment"),
             RequestError::NoServer => f.write_str("the upstream has no server at the moment"),
             RequestError::StoreUnavailable => f.write_str("the limits cannot be checked at the moment"),
             RequestError::KeySetUnavailable => {

@@ -121,6 +121,8 @@ pub struct CompiledRoute {
     pub rules: RouteRulesId,
     /// `None` if the route responds itself.
     pub upstream: Option<UpstreamId>,
+    /// Whether a request may wait for a reachable server (`hold`): what its rules charge is refunded if there is none in time.
+    pub may_hold: bool,
     /// One more than the position in `actions`; `None` if the route has no actions.
     action: Option<NonZeroU32>,
 }
@@ -189,7 +191,8 @@ impl CompiledConfig {
                 });
             actions.extend(route.actions.as_ref().map(|own| RouteActions::new(own, route, &challenges)));
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
-            routes.push(CompiledRoute { rules, upstream: route.upstream, action });
+            let may_hold = route.upstream.is_some_and(|upstream| config.upstreams[upstream].policy.hold.is_some());
+            routes.push(CompiledRoute { rules, upstream: route.upstream, may_hold, action });
         }
         let access = access.or_else(|| AccessControl::new(&config).map(Arc::new));
         let hash_keys = config.upstreams.map(|upstream| HashKey::new(&upstream.policy.balance));

@@ -354,8 +354,13 @@ pub fn error_response(error: &RequestError) -> LocalResponse {
     if *error == RequestError::Method {
         response.headers_mut().insert(header::ALLOW, ALLOW);
     }
-    if [RequestError::StoreUnavailable, RequestError::KeySetUnavailable].contains(error) {
-        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    let retry_after_s = match error {
+        RequestError::StoreUnavailable | RequestError::KeySetUnavailable => Some(1),
+        RequestError::Unreachable { retry_after_s, .. } => Some(*retry_after_s),
+        _ => None,
+    };
+    if let Some(retry_after_s) = retry_after_s {
+        response.headers_mut().insert(header::RETRY_AFTER, number(retry_after_s));
     }
     if let Some(challenge) = challenge(error) {
         response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);

@@ -154,6 +154,7 @@ pub static NAMES: &[&Metric] = &[
     &upstream::REQUESTS_ACTIVE,
     &upstream::CONNECTIONS,
     &upstream::WAITING,
+    &upstream::HELD,
     &upstream::UP,
     &upstream::EJECTED,
     &upstream::EJECTIONS,

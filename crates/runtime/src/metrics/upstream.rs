@@ -13,6 +13,8 @@ pub static CONNECTIONS: Metric =
     gauge("transom_upstream_connections", "Connections to upstream servers, with requests in flight and idle.");
 pub static WAITING: Metric =
     gauge("transom_upstream_waiting", "Requests that wait for a connection, because max_connections is reached.");
+pub static HELD: Metric =
+    gauge("transom_held_requests", "Requests that wait because no server of the upstream is reachable.");
 pub static UP: Metric = gauge("transom_upstream_server_up", "Whether active health checks find a server healthy.");
 pub static EJECTED: Metric =
     gauge("transom_upstream_server_ejected", "Whether a server is ejected from load balancing.");
@@ -168,15 +170,19 @@ pub enum UpstreamLimit {
     Pending,
     /// No connection became free in time.
     ConnectWait,
+    Held,
+    /// No server became reachable in time.
+    HoldTime,
 }
 
 /// Waiting requests, retries and refusals of one upstream in one worker.
 #[derive(Debug)]
 pub struct RetryMetrics {
     waiting: Arc<MetricCell>,
+    held: Arc<MetricCell>,
     retried: Arc<MetricCell>,
     over_budget: Arc<MetricCell>,
-    refused: [Arc<MetricCell>; 3],
+    refused: [Arc<MetricCell>; 5],
 }
 
 impl RetryMetrics {
@@ -185,15 +191,21 @@ impl RetryMetrics {
         let refused = |limit| registry.cell(&REFUSED, worker, &[("upstream", upstream), ("limit", limit)]);
         RetryMetrics {
             waiting: registry.cell(&WAITING, worker, &[("upstream", upstream)]),
+            held: registry.cell(&HELD, worker, &[("upstream", upstream)]),
             retried: retries("retried"),
             over_budget: retries("over_budget"),
-            refused: ["max_requests", "max_pending", "connect"].map(refused),
+            refused: ["max_requests", "max_pending", "connect", "max_held", "hold"].map(refused),
         }
     }
 
     /// Counts a request that waits for a connection until the result is dropped.
     pub fn count_waiting(&self) -> GaugeGuard {
         GaugeGuard::new(&self.waiting)
+    }
+
+    /// Counts a request that waits for a reachable server until the result is dropped.
+    pub fn count_held(&self) -> GaugeGuard {
+        GaugeGuard::new(&self.held)
     }
 
     pub fn retried(&self) {
@@ -209,6 +221,8 @@ impl RetryMetrics {
             UpstreamLimit::Requests => 0,
             UpstreamLimit::Pending => 1,
             UpstreamLimit::ConnectWait => 2,
+            UpstreamLimit::Held => 3,
+            UpstreamLimit::HoldTime => 4,
         };
         self.refused[index].add(1);
     }
