@@ -200,10 +200,11 @@ async fn request(source: &KeySetSource, clock: &Clock) -> Result<Fetched, FetchE
         tls: source.tls.clone(),
         resolve: source.timeout,
         dns_servers: Vec::new(),
+        proxy_protocol: None,
     };
     // A new pool for each fetch, so that the name is resolved again.
     let pool = ConnectionPool::new(source.server.clone(), &transport, None, clock.clone());
-    let connected = pool.connect(source.timeout, source.timeout, true, false).await;
+    let connected = pool.connect(None, source.timeout, source.timeout, true, false).await;
     let mut connection = connected.map_err(|error| FetchError::Failed(error.operator_message()))?;
     let request = Request::builder()
         .uri(source.target.clone())

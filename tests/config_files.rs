@@ -182,6 +182,7 @@ fn test_file_for(name: &Path, clients: &str, block: &str) -> io::Result<Vec<u8>>
         "redis.password" => "good/redis.password",
         "admin.token" | "admin-token" | "notify.secret" | "portal.token" => "good/admin.token",
         "cloudflare-v4.txt" | "cloudflare-v6.txt" | "front-door.txt" | "fastly.txt" => "good/proxies.txt",
+        "passwd" | "group" => return Ok(b"www-data:x:33:33\n".to_vec()),
         "support.token" => "good/support.token",
         "on-call.token" => "good/on-call.token",
         other => panic!("the documentation names `{other}`: choose a test file for it here"),

@@ -47,9 +47,11 @@ pub struct Hold {
 
 impl Hold {
     fn of(served: &ServedConfig, upstream: UpstreamId) -> Option<Hold> {
-        let health = &served.upstream_health[upstream];
-        let hold = health.policy.hold;
-        hold.map(|limit| Hold { limit, max: health.policy.max_held, held: health.request_limit.held() })
+        let policy = &served.config.upstreams[upstream].policy;
+        // Without a gateway, no request waits.
+        let health = served.upstream_health.get(upstream);
+        let held = || health.map_or(0, |health| health.request_limit.held());
+        policy.hold.map(|limit| Hold { limit, max: policy.max_held, held: held() })
     }
 
     fn to_json(&self) -> Value {

@@ -173,10 +173,11 @@ async fn post(receiver: &NotifyReceiver, id: &str, body: Bytes, clock: &Clock) -
         tls: receiver.tls.clone(),
         resolve: ATTEMPT_TIMEOUT,
         dns_servers: Vec::new(),
+        proxy_protocol: None,
     };
     // A new pool for each request, so that the name is resolved again.
     let pool = ConnectionPool::new(receiver.server.clone(), &transport, None, clock.clone());
-    let connected = pool.connect(ATTEMPT_TIMEOUT, ATTEMPT_TIMEOUT, true, false).await;
+    let connected = pool.connect(None, ATTEMPT_TIMEOUT, ATTEMPT_TIMEOUT, true, false).await;
     let mut connection = connected.map_err(|error| SendError::Temporary(error.operator_message()))?;
     let mut request = Request::builder()
         .method(Method::POST)

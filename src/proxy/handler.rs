@@ -2,6 +2,7 @@
 //!
 //! `handle` responds at once where it need not wait (refusals, errors); otherwise it returns a future.
 
+use std::net::IpAddr;
 use std::num::NonZeroU64;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
@@ -108,6 +109,8 @@ enum RequestOutcome {
 struct ForwardPlan {
     route: RouteId,
     websocket: Option<Box<WebSocketHandshake>>,
+    /// The address of the client, for servers that get PROXY headers.
+    client: Option<IpAddr>,
     /// Hash that selects the server, for upstreams with hash load balancing.
     server_key: Option<NonZeroU64>,
     actions: Option<Box<AppliedActions>>,
@@ -412,7 +415,7 @@ fn decide(
             (admission, None)
         }
     };
-    let plan = ForwardPlan { route: route_id, websocket: None, server_key: None, actions, error };
+    let plan = ForwardPlan { route: route_id, websocket: None, client: None, server_key: None, actions, error };
     if plan.error.is_some() || request_context.peer.connection.is_forward_auth {
         return Ok(RequestOutcome::Forward { plan, admission, pending });
     }
@@ -420,7 +423,7 @@ fn decide(
     let server_key = hash_key.and_then(|hash_key| hash_key.hash(&resolved.attributes));
     let (special_fields, websocket) = (validated.special_fields, validated.websocket);
     let normalized = (served.config.general.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
-    let plan = ForwardPlan { server_key, ..plan };
+    let plan = ForwardPlan { client: request_context.client.address.ip(), server_key, ..plan };
     let plan = plan.prepare(parts, request_context, special_fields, websocket, normalized)?;
     Ok(RequestOutcome::Forward { plan, admission, pending })
 }
@@ -689,7 +692,7 @@ async fn forward(
                 request.headers_mut().insert(header::HOST, authority);
             }
             *request.version_mut() = Version::HTTP_11;
-            let traits = RequestTraits::of(&request, plan.server_key);
+            let traits = RequestTraits::of(&request, plan.server_key, plan.client);
             let response = servers.forward(request, traits, timeouts, &peer.timer, informational, attempt_log).await;
             record.forwarding_ended();
             let mut response = response?;

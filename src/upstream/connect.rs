@@ -1,4 +1,4 @@
-//! Opens a connection to one server: DNS, TCP or Unix socket, TLS, protocol by ALPN.
+//! Opens a connection to one server: DNS, TCP or Unix socket, PROXY header, TLS, protocol by ALPN.
 //!
 //! All addresses of a name are tried, each connection starting with another one: the next address as soon as one fails,
 //! or in parallel while one is silent (RFC 8305, "happy eyeballs"). The first connection that succeeds is used. An address
@@ -6,7 +6,7 @@
 
 use std::future::poll_fn;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -15,13 +15,15 @@ use std::time::Duration;
 
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
+use tokio::io::{AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::sleep;
 use tokio_rustls::{TlsConnector, TlsStream};
 
 use super::dns::Resolver;
+use super::proxy_header::proxy_header;
 use crate::io_stream::{IoStream, StreamSocket};
-use transom_config::upstream::{Scheme, Server, TransportSettings, UpstreamProtocol};
+use transom_config::upstream::{ProxyVersion, Scheme, Server, TransportSettings, UpstreamProtocol};
 use transom_runtime::clock::Clock;
 
 /// How long an address may be silent before the next one is tried in parallel.
@@ -55,6 +57,7 @@ pub struct Connected {
 pub struct Connector {
     server: Server,
     protocol: UpstreamProtocol,
+    proxy_protocol: Option<ProxyVersion>,
     pub resolver: Rc<Resolver>,
     tls: Option<Tls>,
 }
@@ -73,6 +76,8 @@ impl Connector {
         let resolver = Resolver::new(&server.host, server.port, transport.resolve, dns_servers, clock);
         let tls = transport.tls.as_ref().filter(|_| server.scheme == Scheme::Https).map(|tls| {
             let protocols: &[&[u8]] = match transport.protocol {
+                // The requests of several clients would share a connection.
+                UpstreamProtocol::Auto if transport.proxy_protocol.is_some() => &[HTTP_1],
                 UpstreamProtocol::Auto => &[HTTP_2, HTTP_1],
                 UpstreamProtocol::Http1 => &[HTTP_1],
                 UpstreamProtocol::Http2 => &[HTTP_2],
@@ -87,7 +92,8 @@ impl Connector {
                 http1_alpn: tls.with_alpn(&[HTTP_1]),
             }
         });
-        Connector { server, protocol: transport.protocol, resolver, tls }
+        let TransportSettings { protocol, proxy_protocol, .. } = *transport;
+        Connector { server, protocol, proxy_protocol, resolver, tls }
     }
 
     /// Whether only HTTP/2 is configured.
@@ -95,14 +101,39 @@ impl Connector {
         self.protocol == UpstreamProtocol::Http2
     }
 
-    /// `http1_only`: connects with HTTP/1.1, even if the server prefers HTTP/2.
-    pub fn dial(&self, http1_only: bool) -> Dial<'_> {
-        Dial { connector: self, http1_only, failed: Vec::new(), error: None, has_looked_up: false }
+    /// Whether a connection can serve requests of several clients.
+    pub fn is_for_all_clients(&self) -> bool {
+        self.proxy_protocol.is_none()
+    }
+
+    /// `http1_only`: connects with HTTP/1.1, even if the server prefers HTTP/2. `client`: for a PROXY header.
+    pub fn dial(&self, http1_only: bool, client: Option<IpAddr>) -> Dial<'_> {
+        Dial { connector: self, http1_only, client, failed: Vec::new(), error: None, has_looked_up: false }
+    }
+
+    /// Sends the PROXY header, if configured.
+    async fn send_proxy_header(
+        &self,
+        stream: &mut (impl AsyncWrite + Unpin),
+        client: Option<IpAddr>,
+        server: Option<SocketAddr>,
+    ) -> io::Result<()> {
+        match self.proxy_protocol {
+            Some(version) => stream.write_all(&proxy_header(version, client, server)).await,
+            None => Ok(()),
+        }
     }
 
     /// Performs the TLS handshake, if configured, on a new connection.
-    async fn start(&self, stream: TcpStream, http1_only: bool) -> io::Result<(IoStream, HttpVersion)> {
+    async fn start(
+        &self,
+        mut stream: TcpStream,
+        address: SocketAddr,
+        http1_only: bool,
+        client: Option<IpAddr>,
+    ) -> io::Result<(IoStream, HttpVersion)> {
         stream.set_nodelay(true)?;
+        self.send_proxy_header(&mut stream, client, Some(address)).await?;
         let Some(tls) = &self.tls else { return Ok((IoStream::tcp(stream), self.cleartext_version(http1_only))) };
         let stream = tls.handshake(StreamSocket::Tcp(stream), http1_only).await?;
         let version = match (stream.get_ref().1.alpn_protocol(), self.protocol) {
@@ -124,6 +155,7 @@ impl Connector {
 pub struct Dial<'a> {
     connector: &'a Connector,
     http1_only: bool,
+    client: Option<IpAddr>,
     /// The addresses that have failed.
     failed: Vec<SocketAddr>,
     /// Of the address that failed last.
@@ -140,7 +172,9 @@ impl Dial<'_> {
         // Before the look-up, so that a connection to an address that is removed meanwhile is not taken for a current one.
         let generation = resolver.generation();
         if server.scheme == Scheme::Unix {
-            let stream = IoStream::unix(UnixStream::connect(&server.host).await?);
+            let mut stream = UnixStream::connect(&server.host).await?;
+            self.connector.send_proxy_header(&mut stream, self.client, None).await?;
+            let stream = IoStream::unix(stream);
             let version = self.connector.cleartext_version(self.http1_only);
             return Ok(Connected { stream, version, target: ResolvedTarget { address: None, generation } });
         }
@@ -155,13 +189,15 @@ impl Dial<'_> {
             }
             match connect_to_first(&addresses).await {
                 Err(error) => self.add_failed(&addresses, error),
-                Ok((stream, address)) => match self.connector.start(stream, self.http1_only).await {
-                    Ok((stream, version)) => {
-                        let target = ResolvedTarget { address: Some(address), generation };
-                        return Ok(Connected { stream, version, target });
+                Ok((stream, address)) => {
+                    match self.connector.start(stream, address, self.http1_only, self.client).await {
+                        Ok((stream, version)) => {
+                            let target = ResolvedTarget { address: Some(address), generation };
+                            return Ok(Connected { stream, version, target });
+                        }
+                        Err(error) => self.add_failed(&[address], error),
                     }
-                    Err(error) => self.add_failed(&[address], error),
-                },
+                }
             }
         }
     }

@@ -381,7 +381,8 @@ impl Forwarder {
         };
         let ping_after = limits.body.min(limits.response_head) / 2;
         // A connection with a permit is not left to the pool without a request that holds it.
-        let mut connection = server.pool.connect(limit, ping_after, forwarding.is_exclusive, permit.is_none()).await?;
+        let (client, is_exclusive) = (forwarding.traits.client, forwarding.is_exclusive);
+        let mut connection = server.pool.connect(client, limit, ping_after, is_exclusive, permit.is_none()).await?;
         connection.set_permit(permit);
         if let UpstreamConnection::Http2(_) = connection {
             server.serve_stream_waiters();

@@ -143,8 +143,10 @@ fn with_jitter(interval: Duration) -> Duration {
 }
 
 async fn check(pool: &ConnectionPool, health: &HealthChecks) -> Result<(), String> {
-    let mut connection =
-        pool.connect(health.timeout, health.timeout, false, false).await.map_err(|error| error.operator_message())?;
+    let mut connection = pool
+        .connect(None, health.timeout, health.timeout, false, false)
+        .await
+        .map_err(|error| error.operator_message())?;
     let host = match &health.host {
         Some(host) => HeaderValue::from_str(host).map_err(|invalid| invalid.to_string())?,
         None => pool.authority(),

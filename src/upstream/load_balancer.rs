@@ -7,6 +7,7 @@
 //! is known to work. Servers of a priority (back-up servers) get requests only while no server of a smaller one works.
 
 use std::cell::{Cell, RefCell};
+use std::net::IpAddr;
 use std::num::NonZeroU64;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -79,16 +80,19 @@ pub struct RequestTraits {
     pub is_repeatable: bool,
     /// The request asks to switch protocols.
     pub is_upgrade: bool,
+    /// The address of the client.
+    pub client: Option<IpAddr>,
 }
 
 impl RequestTraits {
-    pub fn of(request: &Request<RequestBody>, key: Option<NonZeroU64>) -> RequestTraits {
+    pub fn of(request: &Request<RequestBody>, key: Option<NonZeroU64>, client: Option<IpAddr>) -> RequestTraits {
         let handshake = matches!(request.body(), RequestBody::Upgrade);
         let sends_nothing = handshake || matches!(request.body(), RequestBody::Empty);
         RequestTraits {
             hash_key: key,
             is_repeatable: sends_nothing && is_idempotent(request.method()),
             is_upgrade: handshake,
+            client,
         }
     }
 }
@@ -411,6 +415,7 @@ mod tests {
             tls: None,
             resolve: Duration::from_secs(1),
             dns_servers: Vec::new(),
+            proxy_protocol: None,
         };
         let ejection = Ejection { failures: 3, time: Duration::from_secs(1), ..Ejection::default() };
         let policy = UpstreamPolicy {
@@ -432,7 +437,8 @@ mod tests {
         (upstream_health, load_balancer)
     }
 
-    const TRAITS: RequestTraits = RequestTraits { hash_key: None, is_repeatable: true, is_upgrade: false };
+    const TRAITS: RequestTraits =
+        RequestTraits { hash_key: None, is_repeatable: true, is_upgrade: false, client: None };
     const FAILURE: AttemptResult = AttemptResult::Failure;
 
     /// The servers that get requests, one after the other.

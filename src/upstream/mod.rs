@@ -28,6 +28,7 @@ pub mod http1;
 pub mod http2;
 pub mod load_balancer;
 pub mod pool;
+pub mod proxy_header;
 pub mod request_body;
 pub mod request_limit;
 pub mod response_body;

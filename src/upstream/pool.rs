@@ -8,7 +8,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::rc::{Rc, Weak};
 use std::time::{Duration, Instant};
 
@@ -178,6 +178,7 @@ impl ConnectionPool {
     pub fn put_idle(&self, mut connection: Box<Http1Connection>) {
         let mut idle = self.idle.borrow_mut();
         if idle.len() < self.idle_max.get()
+            && self.connector.is_for_all_clients()
             && self.is_current_target(&mut connection.target)
             && connection.is_reusable()
         {
@@ -234,15 +235,17 @@ impl ConnectionPool {
 
     /// Opens a connection, or a stream of one that takes a request, within `within`. After `ping_after`
     /// without input, a PING checks an HTTP/2 server. `is_exclusive`: no other request will use the connection.
-    /// `keeps_pending`: a new connection whose SETTINGS do not arrive in time stays in the pool, for the next request.
+    /// `keeps_pending`: a new connection whose SETTINGS do not arrive in time stays in the pool, for the next request. `client`:
+    /// whose request will use the connection; `None`: the gateway's own.
     pub async fn connect(
         &self,
+        client: Option<IpAddr>,
         within: Duration,
         ping_after: Duration,
         is_exclusive: bool,
         keeps_pending: bool,
     ) -> Result<UpstreamConnection, RequestError> {
-        match timeout(within, self.open(within, ping_after, is_exclusive, keeps_pending)).await {
+        match timeout(within, self.open(client, within, ping_after, is_exclusive, keeps_pending)).await {
             Ok(Ok(connection)) => Ok(connection),
             Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => Err(RequestError::ConnectTimeout),
             Ok(Err(error)) => Err(RequestError::Connect(format!("{}: {error}", self.server.url))),
@@ -255,6 +258,7 @@ impl ConnectionPool {
 
     async fn open(
         &self,
+        client: Option<IpAddr>,
         within: Duration,
         ping_after: Duration,
         is_exclusive: bool,
@@ -266,7 +270,7 @@ impl ConnectionPool {
             true => Some(self.opening.acquire().await.map_err(io::Error::other)?),
             false => None,
         };
-        let mut dial = self.connector.dial(is_exclusive);
+        let mut dial = self.connector.dial(is_exclusive, client);
         loop {
             if shares && let Some(connection) = self.open_stream(HTTP2_CONNECTIONS_MAX) {
                 return Ok(connection);
@@ -442,6 +446,10 @@ impl ServerPool {
     pub fn release(&self, connection: UpstreamConnection) {
         // A stream of a shared connection has ended with its response.
         let UpstreamConnection::Http1(mut connection) = connection else { return };
+        if !self.pool.connector.is_for_all_clients() {
+            // Its drop gives the permit to the first waiter.
+            return drop(connection);
+        }
         if self.connection_max.get().is_none() || self.waiters.borrow().is_empty() || !connection.is_ready() {
             return self.pool.put_idle(connection);
         }

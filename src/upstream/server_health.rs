@@ -496,6 +496,7 @@ mod tests {
             tls: None,
             resolve: MS,
             dns_servers: Vec::new(),
+            proxy_protocol: None,
         };
         let upstream = Upstream { name: "u".to_owned(), target: Target::Servers(servers), transport, policy };
         Arc::new(UpstreamHealth::new(&upstream, previous, &Registry::default(), 1, now))

@@ -64,7 +64,7 @@ fn requests_wait_in_order_until_a_server_is_back() {
     }
     let state = Client::connect(gateway.admin).get("/upstreams").expect(200).json();
     assert_eq!(state["upstreams"][0]["held"], 3);
-    let question = br#"{"path": "/a", "host": "gateway.test", "client": "192.0.2.1"}"#;
+    let question = br#"{"url": "http://gateway.test/a", "client": "192.0.2.1"}"#;
     let explained = Client::connect(gateway.admin).post("/v1/explain", question).expect(200).json();
     assert_eq!(explained["route"]["hold"], serde_json::json!({ "limit_ms": 30_000, "max_held": 3, "held": 3 }));
     let address = down.address;

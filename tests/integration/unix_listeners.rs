@@ -42,7 +42,9 @@ fn toml(path: &Path, settings: &str) -> String {
     let rule = one_rule("key = \"ip\"\nwindows = [\"3/hour\"]\nexemptions = [\"10.0.0.0/8\"]");
     let path = path.display();
     let tcp = "127.0.0.1:0";
-    format!("workers = 2\nadmin = {{ hosts = [\"gateway.test\"] }}\n[listen]\nadmin = \"{tcp}\"\nhttp = [\"{tcp}\", \"unix:{path}\"]\n{settings}\n{rule}")
+    format!(
+        "workers = 2\nadmin = {{ hosts = [\"gateway.test\"] }}\n[listen]\nadmin = \"{tcp}\"\nhttp = [\"{tcp}\", \"unix:{path}\"]\n{settings}\n{rule}"
+    )
 }
 
 /// The response's status, and what the gateway has sent upstream as `X-Forwarded-For`.

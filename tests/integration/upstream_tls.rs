@@ -219,6 +219,45 @@ fn a_reload_applies_a_new_authority_to_new_connections() {
 }
 
 #[test]
+fn nginx_reads_the_client_from_proxy_headers() {
+    let ca = Authority::new();
+    let (certificate, private_key) = ca.ca.issue(&["localhost"]).write(&ca.scratch, "nginx");
+    let tls = format!("ssl_certificate {}; ssl_certificate_key {};", certificate.display(), private_key.display());
+    let settings = "location / { return 200 \"$proxy_protocol_addr $connection_requests\"; }";
+    for (listen, scheme, version) in
+        [("proxy_protocol", "http", "v1"), ("proxy_protocol", "http", "v2"), ("ssl proxy_protocol", "https", "v2")]
+    {
+        let (tls, trusted) = if scheme == "https" { (&*tls, ca.trusted("")) } else { ("", String::new()) };
+        let nginx = external_servers::nginx_with(listen, &format!("{tls} {settings}"), |_| {});
+        let toml = format!(
+            "workers = 1\nlisten = {{ http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\", trusted_proxies = [\"127.0.0.1\"] }}\n\
+             admin = {{ hosts = [\"gateway.test\"] }}\n[upstreams.u]\nservers = [\"{scheme}://localhost:{}\"]\n\
+             proxy_protocol = \"{version}\"\nmax_connections = 2\n{trusted}\n\
+             health = {{ path = \"/\", interval = \"20ms\" }}\n{ROUTE}",
+            nginx.address.port()
+        );
+        let gateway = Gateway::start(&toml);
+        let mut client = gateway.client();
+        for address in ["192.0.2.7", "192.0.2.8", "192.0.2.7", "2001:db8::7"] {
+            let response = client.get_with("/", &[("x-forwarded-for", address)]).expect(200);
+            assert_eq!(response.text(), format!("{address} 1"), "{scheme} {version}");
+        }
+        // Requests that wait for a connection get one of their own, too.
+        let mut clients: Vec<_> = (1..=6).map(|_| gateway.client()).collect();
+        for (number, client) in clients.iter_mut().enumerate() {
+            let address = format!("198.51.100.{number}");
+            client.send(crate::support::client::request("GET", "/", &[("x-forwarded-for", &address)], b""));
+        }
+        for (number, client) in clients.iter_mut().enumerate() {
+            assert_eq!(client.read_response().expect(200).text(), format!("198.51.100.{number} 1"));
+        }
+        eventually("a health check passes", || {
+            gateway.metrics().sum("transom_upstream_health_checks_total", &[("outcome", "passed")]) > 0
+        });
+    }
+}
+
+#[test]
 fn nginx_is_reached_with_every_protocol_it_offers() {
     let ca = Authority::new();
     let identity = ca.ca.issue(&["localhost"]);

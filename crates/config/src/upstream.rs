@@ -163,6 +163,15 @@ pub struct TransportSettings {
     pub resolve: Duration,
     /// Servers that resolve the names of the servers; empty: the system's resolver.
     pub dns_servers: Vec<SocketAddr>,
+    /// Each connection begins with a PROXY header, and serves one request.
+    pub proxy_protocol: Option<ProxyVersion>,
+}
+
+/// The version of PROXY headers.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ProxyVersion {
+    V1,
+    V2,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -228,6 +237,9 @@ settings! {
                     .collect::<Option<Vec<_>>>()
             },
         );
+        /// [PROXY header](#proxy-headers-to-servers) with the address of the client, as the first bytes of each connection.
+        proxy_protocol: Option<ProxyVersion> =
+            Optional(Choice(ProxyVersion::V1, &[("v1", ProxyVersion::V1), ("v2", ProxyVersion::V2)]));
         /// [TLS to the servers](#tls-to-upstreams), for `https`.
         tls: Option<ClientTlsSettings> = Optional(Inline::<ClientTlsSettings>::or("write `tls = { ca = \"FILE\" }`"));
     }
@@ -250,13 +262,13 @@ pub fn read_upstreams(item: Option<Item>, report: &mut Report) -> Definitions<Up
     Definitions::read(item, report, |name, table, report| {
         let read = table.map(|table| read_upstream(table, &mut roots, report));
         let (settings, service, tls, policy) = read.unwrap_or_default();
-        let ServerSettings { servers, protocol, host, resolve, dns_servers, .. } = settings;
+        let ServerSettings { servers, protocol, host, resolve, dns_servers, proxy_protocol, .. } = settings;
         let target = service.map(Target::Service).or(servers.map(Target::Servers));
         Upstream {
             name: name.to_owned(),
             target: target.unwrap_or(Target::Echo),
             policy,
-            transport: TransportSettings { protocol, host, tls, resolve, dns_servers },
+            transport: TransportSettings { protocol, host, tls, resolve, dns_servers, proxy_protocol },
         }
     })
 }
@@ -272,6 +284,11 @@ fn read_upstream(
     let given: Vec<Item> = table.items();
     let (servers, file) = (table.given("servers"), table.given("servers_file"));
     let (builtin, tls) = (table.given("builtin"), table.given("tls"));
+    if let (Some(item), UpstreamProtocol::Http2) = (table.given("proxy_protocol"), settings.protocol) {
+        let message =
+            "`proxy_protocol` cannot be used with `protocol = \"http2\"`: a connection would serve one request";
+        report.problem(item.key_span, message, "remove one of the two");
+    }
     let is_misspelled = !table.finish(report).is_empty();
     let mut client_tls = None;
     let is_file = file.is_some();
@@ -306,7 +323,8 @@ fn read_upstream(
             report.missing(builtin.key_span, message, "remove this line to use the servers");
         }
         (Some(_), None) => {
-            let keys = [&["protocol", "host", "resolve", "dns_servers", "tls"], UpstreamPolicy::KEYS].concat();
+            let keys = [&["protocol", "host", "resolve", "dns_servers", "proxy_protocol", "tls"], UpstreamPolicy::KEYS]
+                .concat();
             for item in given.into_iter().filter(|item| keys.contains(&item.key)) {
                 let message = format!("`{}` has no effect: the upstream has no `servers`", item.key);
                 report.missing(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
@@ -676,7 +694,7 @@ fn read_error_status(item: &Item, report: &mut Report) -> Option<u16> {
 settings! {
     /// Repeated attempts to forward a request, where a repetition is safe.
     pub struct Retries {
-        /// Tries after the first. Without it: one for each other server, at most 2.
+        /// Tries after the first. Without it: one for each other server, at most 2; with `hold`, 2.
         attempts: Option<u32> = Optional(Integer(2, 0..=10));
         /// `"connect-failure"`; `"reset"`: the connection ended before a response; `"timeout"`: of `try_timeout`; status
         /// codes 400 to 599. A request that may have had an effect is retried only after `"connect-failure"`, or if nothing
