@@ -226,12 +226,19 @@ impl Explanation {
         };
         let actions = resolved.actions().filter(|_| error.is_none());
         let actions = actions.map(|actions| actions.evaluate(&resolved.variables())).transpose()?;
+        let mut unavailable = None;
         for (position, keyed_request) in keyed_requests.enumerate() {
             if let Some(keyed_request) = *keyed_request {
                 let store_key = resolved.store_key(position);
                 let rule = rules.charge_plan.rules()[position];
-                self.rules[position].read_counters(served, rule, keyed_request, store_key, counters).await?;
+                let read = self.rules[position].read_counters(served, rule, keyed_request, store_key, counters).await;
+                unavailable = unavailable.or(read.err());
             }
+        }
+        // A rule that this gateway counts alone refuses before the store is asked.
+        let refuses_alone = |rule: &RuleState| !rule.is_shared && !rule.is_shadow && rule.result == RuleResult::Refuses;
+        if let Some(error) = unavailable.filter(|_| !self.rules.iter().any(refuses_alone)) {
+            return Err(error);
         }
         if body.is_some() && rules.may_refuse_unread {
             let refuses = |(position, rule): (PlanPosition, &RuleState)| {

@@ -1013,10 +1013,13 @@ fn rules_are_explained_by_their_policy_during_an_outage() {
         })
         .concat();
     let gateway = Process::spawn(&format!(
-        "[counters.shared]\nredis = \"{}\"\nmode = \"exact\"\n[upstreams.u]\nbuiltin = \"echo\"\n{rules}",
+        "[counters.shared]\nredis = \"{}\"\nmode = \"exact\"\n[upstreams.u]\nbuiltin = \"echo\"\n{rules}\
+         [rules.alone]\nkey = \"ip\"\nwindows = [\"1/30d\"]\nshared = \"off\"\n\
+         [[routes]]\npath = \"/alone\"\nupstream = \"u\"\nrules = [\"refuse\", \"alone\"]\n",
         redis.url()
     ));
     gateway.get("/local").expect(200);
+    gateway.get("/alone").expect(200);
     redis.kill();
     let ask = |path: &str| {
         let body = json!({"url": format!("http://a{path}")}).to_string();
@@ -1026,7 +1029,7 @@ fn rules_are_explained_by_their_policy_during_an_outage() {
             .expect(200)
             .json()
     };
-    for (path, status) in [("/allow", None), ("/refuse", Some(503)), ("/local", None)] {
+    for (path, status) in [("/allow", None), ("/refuse", Some(503)), ("/local", None), ("/alone", Some(429))] {
         let found = ask(path);
         assert_eq!(found["status"], json!(status), "{found:#}");
         assert_eq!(u64::from(gateway.get(path).status), status.unwrap_or(200), "{path}");

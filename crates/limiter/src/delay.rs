@@ -14,14 +14,14 @@ use crate::decision::{Decision, Waiter};
 use crate::decision_context::{DecisionContext, DecisionResult};
 use crate::decision_time::DecisionTime;
 use crate::handles::{ChargePosition, IdVec, LayerId, PlanPosition, RuleId};
-use crate::rule::OnLimit;
+use crate::rule::{OnLimit, Sharing};
 use crate::rule_set::{CountingMode, KeyedRequest, RuleSet};
 use crate::sharded_counter::ShardReceipt;
 use crate::shared_counting::{remote_usage, subtract_remote_usage};
 use crate::sliding_counter::SlidingCounter;
 use crate::table::{CounterResult, Table};
 use crate::window::Time;
-use crate::window_kind::{AcquireRequest, Usage, WindowKind, tokens_granted};
+use crate::window_kind::{AcquireRequest, CEILING_MAX, Usage, WindowKind, tokens_granted};
 
 /// How often a delayed request tries again after another request took its tokens.
 const TRIES: u32 = 16;
@@ -297,11 +297,11 @@ impl RuleSet {
         let (layer, time) = (self.layer(layer), self.time(now_ms));
         let end_ms = self.window_end_ms(layer, now_ms, keyed_request.offset);
         let mut charge = layer.new_charge(keyed_request, end_ms, 0);
-        subtract_remote_usage(&mut charge, table, now_ms);
+        subtract_remote_usage(&mut charge, table, time);
         peek_all(table, std::slice::from_mut(&mut charge), time);
-        let remote = remote_usage(charge.counter, table, now_ms);
-        let tokens = acquire_remaining(&mut charge, remote, table, time);
-        (tokens, Usage { used: charge.usage.used + remote, ..charge.usage })
+        let remote = remote_usage(&charge, table, time);
+        let tokens = acquire_remaining(&mut charge, remote.added_to(0), table, time);
+        (tokens, Usage { used: remote.added_to(charge.usage.used), ..charge.usage })
     }
 
     /// Charges the cost by which a request exceeds its first charge, whatever remains. The excess is owed, and later
@@ -319,7 +319,10 @@ impl RuleSet {
             loop {
                 let end_ms = self.window_end_ms(layer, now_ms, keyed_request.offset);
                 let mut charge = layer.new_charge(keyed_request, end_ms, 0);
-                charge.request.ceiling = u64::MAX;
+                charge.request.ceiling = CEILING_MAX;
+                if compiled.rule.sharing != Sharing::Local {
+                    subtract_remote_usage(&mut charge, table, self.time(now_ms));
+                }
                 let charges = std::slice::from_mut(&mut charge);
                 match acquire_peeked(table, charges, &mut Vec::new(), self.time(now_ms)) {
                     AcquireResult::Admitted | AcquireResult::Refused => break,

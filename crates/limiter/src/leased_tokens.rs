@@ -4,7 +4,8 @@
 //! fetched and not spent yet. It is charged like any counter, with [`WindowKind::Leased`], so that a request on leased
 //! and other counters is decided at once. A lease is valid in one window: when the window ends, its tokens expire. The
 //! *known usage* is the last reported usage of the shared counter; it grants nothing. Of a sliding window, one more word ends when
-//! its first tokens come back.
+//! its first tokens come back. Of windows that depend on each other, one more word has the known usage that
+//! outlasts its window, and one what of it the ordinary counter contains.
 //!
 //! Tokens are only moved: a deposited token is spent once, or withdrawn once. A lease that does not fit into a full
 //! table costs only its own key; leases never go to overflow counters, where other keys would spend them. Fetching
@@ -12,15 +13,17 @@
 
 use crate::bucket::{FindResult, InsertResult, Key, OpenWindow};
 use crate::counter::CounterWord;
-use crate::table::{Counter, Table};
-use crate::window::END_MAX_MS;
-use crate::window_kind::{AcquireRequest, CEILING_MAX, Usage, WindowKind};
+use crate::table::{Counter, CounterResult, Table};
+use crate::window::{END_MAX_MS, Time};
+use crate::window_kind::{AcquireRequest, CEILING_MAX, Usage, WindowKind, usage, with_usage};
 
 /// These constants distinguish a lease from its counter, and the other words from both. Leases may outlive the process,
 /// so the constants never change.
 const LEASE_TAG: u64 = 0x27_8DDE_6E5F_D29F;
 const KNOWN_USAGE_TAG: u64 = 0x35_BA3F_AE19_967F;
 const FIRST_RETURN_TAG: u64 = 0x1B_64D2_90C7_3E85;
+const DEBT_TAG: u64 = 0x0C_59E7_1F36_A24B;
+const COUNTED_FROM_TAG: u64 = 0x32_6B04_D8E1_579D;
 
 impl Counter {
     /// The lease of this counter, to be charged with [`AcquireRequest::leased`].
@@ -151,7 +154,107 @@ impl<const W: usize> Table<W> {
         {
             let subtract = |word: CounterWord| word.count_in(known_end_ms).saturating_sub(tokens);
             let _ = self.write_window(counter.known_usage_counter(), known_end_ms, now_ms, subtract);
+            if let Some(debt) = self.find_live(counter.with_tag_mask(DEBT_TAG), now_ms) {
+                let add_left = |word: CounterWord| word.count_in(debt.end_ms()).saturating_add(tokens);
+                let _ = self.write_window(counter.with_tag_mask(DEBT_TAG), debt.end_ms(), now_ms, add_left);
+            }
         }
+    }
+
+    /// Notes the known usage of a counter whose windows depend on each other, if more than the limit of one window is used: it counts
+    /// in later windows too, in which [`Table::known_usage`] has ended. `request`: of the layer. The caller changes the known usage of
+    /// the counter in no other thread meanwhile.
+    // The word ends with the last window of which tokens are used, and counts those that are left of it. So refunds add to it,
+    // whatever the limit.
+    pub fn note_debt(&self, counter: Counter, known: Usage, request: AcquireRequest, time: Time<'_>) {
+        if !request.kind.carries_debt() || known.end_ms < self.known_end_ms(counter, time.now_ms) {
+            return;
+        }
+        let debt = counter.with_tag_mask(DEBT_TAG);
+        let last = with_usage(debt.key.tag, known, request, time);
+        let left = request.limit.saturating_sub(last.count());
+        self.write_lasting(debt, last.end_ms(), left, time.now_ms, known.used > request.limit.into());
+    }
+
+    /// The known usage of a counter, which of windows that depend on each other outlasts its window. `request`: in the current window.
+    pub fn lasting_usage(&self, counter: Counter, request: AcquireRequest, time: Time<'_>) -> Option<Usage> {
+        if let Some((end_ms, used)) = self.known_usage(counter, time.now_ms) {
+            return Some(Usage { used: used.into(), end_ms });
+        }
+        let word = self.find_lasting(counter.with_tag_mask(DEBT_TAG), request, time)?;
+        let granted = usage(CounterWord::new(word.tag(), word.end_ms(), request.limit), request, time);
+        let used = granted.used.saturating_sub(word.count().into());
+        (used > 0).then_some(Usage { used, ..granted })
+    }
+
+    /// The known usage that a local counter contains, whose windows depend on each other: see [`Table::count_from`].
+    pub(super) fn known_in_counter(&self, counter: Counter, request: AcquireRequest, time: Time<'_>) -> u64 {
+        let word = self.find_lasting(counter.with_tag_mask(COUNTED_FROM_TAG), request, time);
+        word.map_or(0, |word| usage(word, request, time).used)
+    }
+
+    /// Makes a local counter whose windows depend on each other begin at the known usage, unless it has counted requests: then their
+    /// tokens are owed behind those that are known to be used. `request`: in the current window.
+    pub(super) fn count_from(&self, counter: Counter, known: Usage, request: AcquireRequest, time: Time<'_>) {
+        let base = self.known_in_counter(counter, request, time);
+        let found = self.counters.find(counter.key);
+        let counted = match found {
+            FindResult::Counter(_, word) => usage(word, request, time).used,
+            FindResult::Claim(..) | FindResult::Nothing => 0,
+        };
+        if counted > base || (counted == known.used && base == known.used) {
+            return;
+        }
+        // A charge that sees the one without the other is undone: see `ChargePlan::exceeds_known_usage`.
+        let counted_from = counter.with_tag_mask(COUNTED_FROM_TAG);
+        let word = with_usage(counted_from.key.tag, known, request, time);
+        self.write_lasting(counted_from, word.end_ms(), word.count(), time.now_ms, true);
+        if self.known_in_counter(counter, request, time) != known.used {
+            // The table is full.
+            return;
+        }
+        let has_begun = match found {
+            FindResult::Counter(index, word) if word.is_live(time.now_ms) => {
+                let end_ms = usage(word, request, time).end_ms;
+                let next = with_usage(word.tag(), Usage { used: known.used, end_ms }, request, time);
+                self.counters.swap(index, word, next).is_ok()
+            }
+            FindResult::Counter(..) | FindResult::Claim(..) | FindResult::Nothing => {
+                let (end_ms, floor) = (known.end_ms, known.used);
+                let request = AcquireRequest { end_ms, ceiling: CEILING_MAX, floor, cost: 0, ..request };
+                matches!(self.acquire_own(counter, request, time, None), Some(CounterResult::Acquired(..)))
+            }
+        };
+        if !has_begun {
+            self.forget_known_in_counter(counter, request, time);
+        }
+    }
+
+    /// The local counter is empty, or does not contain known usage.
+    pub(super) fn forget_known_in_counter(&self, counter: Counter, request: AcquireRequest, time: Time<'_>) {
+        if request.kind.carries_debt() {
+            self.write_lasting(counter.with_tag_mask(COUNTED_FROM_TAG), request.end_ms, 0, time.now_ms, false);
+        }
+    }
+
+    /// Sets the word of a usage that outlasts its window, also to an earlier end; only an existing one, unless `creates`.
+    fn write_lasting(&self, counter: Counter, end_ms: u64, count: u32, now_ms: u64, creates: bool) {
+        let word = CounterWord::new(counter.key.tag, end_ms, count);
+        while let FindResult::Counter(index, former) = self.counters.find(counter.key) {
+            if !former.is_live(now_ms) || !word.is_live(now_ms) {
+                break;
+            }
+            if self.counters.swap(index, former, word).is_ok() {
+                return;
+            }
+        }
+        if creates {
+            let _ = self.write_window(counter, end_ms, now_ms, |_word| count);
+        }
+    }
+
+    fn find_lasting(&self, counter: Counter, request: AcquireRequest, time: Time<'_>) -> Option<CounterWord> {
+        if request.kind.carries_debt() { self.find_live(counter, time.now_ms) } else { None }
     }
 
     /// The end of the shared counter's window (Unix milliseconds) and its last known usage; `None` if that window has
@@ -221,8 +324,6 @@ impl<const W: usize> Table<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::table::CounterResult;
-    use crate::window::Time;
 
     const COUNTER: Counter = Counter { key: Key { bucket_hash: 3, tag: 7 }, layer: 0 };
 

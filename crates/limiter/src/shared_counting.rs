@@ -122,9 +122,12 @@ impl RuleSet {
     ) -> Usage {
         loop {
             let mut charge = self.local_charge(layer, keyed_request, now.unix_ms);
-            peek_all(table, std::slice::from_mut(&mut charge), self.time(now.unix_ms));
-            if charge.usage.used == 0 || !charge.request.kind.carries_debt() || !now.advance() {
-                return charge.usage;
+            let time = self.time(now.unix_ms);
+            peek_all(table, std::slice::from_mut(&mut charge), time);
+            let known = table.known_in_counter(charge.counter, charge.request, time);
+            let usage = Usage { used: charge.usage.used.saturating_sub(known), ..charge.usage };
+            if usage.used == 0 || !charge.request.kind.carries_debt() || !now.advance() {
+                return usage;
             }
         }
     }
@@ -146,17 +149,22 @@ impl RuleSet {
             return SlidingCounter::new(charge.counter, charge.request, time).reset(table, time, announce);
         }
         let mut words = Vec::new();
+        let used_here = |word, request: AcquireRequest, time: Time<'_>| {
+            usage(word, request, time).used.saturating_sub(table.known_in_counter(charge.counter, request, time))
+        };
         for counter in charge.sharding.counters(charge.counter) {
             let mut announced = 0;
             words.push(table.reset_announced(counter, charge.request, time, |word| {
-                let used = usage(word, charge.request, time).used;
+                let used = used_here(word, charge.request, time);
                 announce(used.saturating_sub(announced));
                 announced = used.max(announced);
             }));
         }
         now.advance();
         let request = self.local_charge(layer, keyed_request, now.unix_ms).request;
-        words.into_iter().map(|word| usage(word, request, self.time(now.unix_ms)).used).sum()
+        let tokens = words.into_iter().map(|word| used_here(word, request, self.time(now.unix_ms))).sum();
+        table.forget_known_in_counter(charge.counter, request, self.time(now.unix_ms));
+        tokens
     }
 
     fn local_charge(&self, layer: LayerId, keyed_request: KeyedRequest, now_ms: u64) -> Charge {
@@ -234,15 +242,18 @@ impl ChargePlan {
             let capacity = u64::from(self.layer(charge.layer).capacity);
             match charge.mode {
                 CountingMode::Local | CountingMode::Remote => false,
+                _ if charge.request.cost == 0 => false,
                 CountingMode::LocalFallback => {
-                    charge.usage.used > capacity.saturating_sub(remote_usage(charge.counter, table, now_ms))
+                    let RemoteUsage { known, counted } = remote_usage(charge, table, self.time(now_ms));
+                    let used = charge.usage.used;
+                    used.saturating_add(known) > capacity + counted || used < counted + u64::from(charge.request.cost)
                 }
-                CountingMode::Leased if charge.request.cost == 0 => false,
                 CountingMode::Leased => {
                     let keyed_request = context.inputs.keyed_requests[charge.layer.position];
                     let counter = keyed_request.map(|keyed_request| self.layer(charge.layer).counter(keyed_request));
                     let left = charge.request.ceiling.saturating_sub(charge.usage.used);
-                    counter.is_some_and(|counter| remote_usage(counter, table, now_ms) > capacity.saturating_add(left))
+                    let known = counter.and_then(|counter| table.known_usage(counter, now_ms));
+                    known.is_some_and(|(_, known)| u64::from(known) > capacity.saturating_add(left))
                 }
             }
         })
@@ -289,15 +300,15 @@ impl ChargePlan {
                         charge.usage = charge.usage.joined_penalty(Usage { used: u64::from(used), end_ms });
                     }
                 }
-                CountingMode::LocalFallback if charge.request.cost == 0 => {
-                    charge.usage.used += remote_usage(charge.counter, table, now_ms);
-                    charge.request.ceiling = layer.capacity.into();
-                }
                 CountingMode::LocalFallback => {
                     shard_receipts.extend(charge.take_receipt());
-                    let whole = charge.request.ceiling.max(u64::from(layer.capacity));
-                    charge.usage.used += whole - charge.request.ceiling;
-                    charge.request.ceiling = whole;
+                    let whole = layer.new_charge(keyed_request, 0, 0).request.ceiling.min(layer.capacity.into());
+                    charge.usage.used = remote_usage(charge, table, self.time(now_ms)).added_to(charge.usage.used);
+                    charge.request.ceiling = match charge.request.cost {
+                        0 => whole,
+                        // More than the capacity where the request reserves.
+                        _ => whole.max(charge.request.ceiling),
+                    };
                 }
             }
         }
@@ -427,7 +438,7 @@ impl ChargePlan {
                 let mode = mode.copied().unwrap_or(CountingMode::Remote);
                 let mut charge = context.new_charge(self.rule_set(), layer, keyed_request, now_ms);
                 if mode == CountingMode::LocalFallback {
-                    subtract_remote_usage(&mut charge, table, now_ms);
+                    subtract_remote_usage(&mut charge, table, self.time(now_ms));
                 }
                 context.result.charges.push(LayerCharge { layer: *layer_ref, mode, charge });
             }
@@ -559,7 +570,7 @@ impl ChargePlan {
                         charge.request.floor = charge.request.ceiling;
                     }
                 }
-                CountingMode::LocalFallback => subtract_remote_usage(&mut charge, table, now_ms),
+                CountingMode::LocalFallback => subtract_remote_usage(&mut charge, table, self.time(now_ms)),
                 CountingMode::Local | CountingMode::Remote => {}
             }
             context.result.charges.push(LayerCharge { layer: *layer_ref, mode, charge });
@@ -569,23 +580,45 @@ impl ChargePlan {
 
 /// Reduces the ceiling of a local charge by the known usage of other gateways. A window that a request has opened in the store keeps
 /// its end.
-pub(super) fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
-    let Some((end_ms, used)) = table.known_usage(charge.counter, now_ms) else { return };
-    let used = u64::from(used);
-    if used > 0 && charge.request.kind.is_opened_by_requests() {
-        charge.request.end_ms = end_ms;
+pub(super) fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: &Table<W>, time: Time<'_>) {
+    let known = table.lasting_usage(charge.counter, charge.request, time);
+    if let Some(known) = known.filter(|known| known.used > 0 && charge.request.kind.is_opened_by_requests()) {
+        charge.request.end_ms = known.end_ms;
     }
+    let AcquireRequest { kind, cost, ceiling, .. } = charge.request;
+    let known = known.unwrap_or(Usage { used: 0, end_ms: charge.request.end_ms });
+    if kind.carries_debt() && cost > 0 && known.used < ceiling {
+        table.count_from(charge.counter, known, charge.request, time);
+    }
+    let RemoteUsage { known, counted } = remote_usage(charge, table, time);
     let AcquireRequest { ceiling, floor, cost, .. } = &mut charge.request;
     match cost {
         // A reduced ceiling of 0 would admit a request that takes nothing: one in a penalty, or whose cost is known later.
-        0 if used > *ceiling => *floor = used,
-        _ => *ceiling = ceiling.saturating_sub(used),
+        0 if known > *ceiling + counted => *floor = known - counted,
+        _ => *ceiling = (*ceiling + counted).saturating_sub(known),
     }
 }
 
-/// The known usage of a counter: by other gateways, or reported to the store by this one.
-pub(super) fn remote_usage<const W: usize>(counter: Counter, table: &Table<W>, now_ms: u64) -> u64 {
-    table.known_usage(counter, now_ms).map_or(0, |(_, used)| u64::from(used))
+/// What other gateways have used of a counter, or this one has reported to the store.
+pub(super) struct RemoteUsage {
+    /// As far as it is known.
+    known: u64,
+    /// What of it the local counter contains.
+    counted: u64,
+}
+
+impl RemoteUsage {
+    /// The usage of all gateways, if that of the local counter is `used`.
+    pub fn added_to(&self, used: u64) -> u64 {
+        used.saturating_add(self.known).saturating_sub(self.counted)
+    }
+}
+
+pub(super) fn remote_usage<const W: usize>(charge: &Charge, table: &Table<W>, time: Time<'_>) -> RemoteUsage {
+    RemoteUsage {
+        known: table.lasting_usage(charge.counter, charge.request, time).map_or(0, |usage| usage.used),
+        counted: table.known_in_counter(charge.counter, charge.request, time),
+    }
 }
 
 impl CompiledRule {

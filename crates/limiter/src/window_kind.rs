@@ -262,7 +262,7 @@ pub fn acquired<const PLAIN: bool>(
 /// The word of a counter with this usage: it ends with the last window of which tokens are used or owed, and counts the
 /// tokens of that window.
 #[inline]
-fn with_usage<const PLAIN: bool>(
+pub(super) fn with_usage<const PLAIN: bool>(
     tag: u64,
     Usage { used, end_ms }: Usage,
     request: AcquireRequest,

@@ -275,16 +275,18 @@ mod tests {
     use std::time::Duration;
 
     use fastrand::Rng;
+    use tokio::task::JoinHandle;
 
     use super::super::circuit_breaker::FAILURES_MAX;
     use super::super::reconnecting::ServerId;
+    use super::super::settlement::RuleCharges;
     use super::super::test_worker::{
         FIRST_REQUEST_KEY, HOUR_MS, KEY, SLIDING_KEY, START_MS, TestWorker, leased, local, named, run,
     };
     use super::*;
     use transom_limiter::handles::{Handle, RuleId};
     use transom_limiter::limit::Limit;
-    use transom_limiter::rule::{OnOutage, Rule, Sharing};
+    use transom_limiter::rule::{Cost, OnOutage, Rule, Sharing};
     use transom_limiter::window::Windows;
 
     fn counters(worker: &TestWorker) -> CounterAccess {
@@ -442,6 +444,87 @@ mod tests {
         });
     }
 
+    /// What was used before an outage counts in windows that begin in it, where tokens roll over or are owed.
+    #[test]
+    fn a_gateway_alone_decides_in_an_outage_as_before() {
+        let aligned = Limit::parse("3/hour").unwrap().windows;
+        let kinds = [aligned, Windows::FirstRequest { period_ms: HOUR_MS }];
+        run(async {
+            for seed in 0..200 {
+                let mut rng = Rng::with_seed(seed);
+                let sharing = rng.choice([Sharing::Exact, Sharing::Lease]).expect("one");
+                let mut rule = Rule { sharing, ..leased(&["3/hour"]) };
+                rule.layers[0].windows = rng.choice(&kinds).expect("one").clone();
+                rule.layers[0].capacity = rng.bool().then_some(8);
+                let is_opened = rule.layers[0].windows.are_opened_by_requests();
+                let reserve = rng.bool().then(|| rng.u32(..3));
+                match reserve {
+                    Some(reserve) => rule.cost = Cost::Response { header: None, reserve, max: 20 },
+                    None => rule.count_refused = rng.bool(),
+                }
+                let local = Rule { sharing: Sharing::Local, ..rule.clone() };
+                let of = (seed, rule.clone());
+                let workers = [TestWorker::new(&[rule]).await, TestWorker::new(&[local]).await];
+                let shared = &workers[0].shared;
+                let (outage, mut is_up) = (rng.u32(2..7), true);
+                for step in 0..16 {
+                    if step == outage || step == outage + 6 {
+                        // The window of a first request in an outage begins in the store with the report.
+                        if step > outage && is_opened {
+                            break;
+                        }
+                        is_up = !is_up;
+                        workers[0].store.set_refusing(!is_up);
+                        let now = workers[0].clock.instant();
+                        match is_up {
+                            false => {
+                                _ = shared.breaker.record_failure(ServerId::ONLY, FAILURES_MAX, now, Duration::ZERO)
+                            }
+                            true => shared.breaker.close(ServerId::ONLY, now),
+                        }
+                        if is_up {
+                            shared.report_to_reachable().await;
+                            workers[0].settled_calls().await;
+                        }
+                    }
+                    let (first_cost, cost) = (reserve.unwrap_or(rng.u32(1..4)), rng.u32(..8));
+                    let then_ms = rng.choice([20, 20, 1_000_000, HOUR_MS]).expect("one");
+                    let mut stated = Vec::new();
+                    for worker in &workers {
+                        let (decision, context, refunds) = match worker.begin("a", first_cost) {
+                            (BeginResult::Pending(pending), _) => {
+                                let outcome = pending.decide(&worker.charge_plan).await.unwrap();
+                                (outcome.decision, outcome.context, outcome.refunds)
+                            }
+                            (BeginResult::Decided(decision), context) => (decision, context, Vec::new()),
+                            (BeginResult::Unavailable, _) => panic!("unavailable"),
+                        };
+                        let (is_refused, now_ms) = (matches!(decision, Decision::Refused), worker.clock.now().unix_ms);
+                        let retry_ms = worker.charge_plan.retry_at_ms(&context, now_ms).filter(|_| is_refused);
+                        stated.push((is_refused, context.result.charges.as_slice()[0].usage.used, retry_ms));
+                        if reserve.is_some() && !is_refused {
+                            let (keyed_requests, store_keys) =
+                                (&context.inputs.keyed_requests, &worker.store_keys("a"));
+                            let keys = RequestKeys { charge_plan: &worker.charge_plan, keyed_requests, store_keys };
+                            let charged = RuleCharges::of(&context, PlanPosition::FIRST);
+                            let is_shared = worker.charge_plan.is_shared;
+                            let shared = is_shared.then(|| Rc::clone(&worker.shared));
+                            let counters = CounterAccess::new(worker.shared_by_workers.clone(), shared);
+                            counters.settle(keys, PlanPosition::FIRST, &charged, &refunds, cost);
+                        }
+                        if is_up {
+                            worker.settled_calls().await;
+                            worker.shared.return_idle(true).await;
+                            worker.settled_calls().await;
+                        }
+                        worker.clock.advance(Duration::from_millis(then_ms));
+                    }
+                    assert_eq!(stated[0], stated[1], "step {step}, outage at {outage}: {of:#?}");
+                }
+            }
+        });
+    }
+
     /// The rule that refuses is counted here, so that the store is not asked.
     #[test]
     fn a_refusal_in_an_outage_counts_in_shared_rules() {
@@ -472,6 +555,10 @@ mod tests {
                         let local = worker.shared.used_locally(&worker.rule_set, layer, worker.request(0, "a", 1));
                         assert_eq!(local.used, used - counted, "{sharing:?} {key}");
                     }
+                    // Another worker does not know of the outage yet.
+                    let (_, context) = worker.beside().outcome("a", 3).await.unwrap();
+                    let stated = context.charges_of_rule(PlanPosition::FIRST).map(|charge| charge.usage.used);
+                    assert_eq!(stated.collect::<Vec<_>>(), [20], "{sharing:?} {key}");
                     worker.store.set_refusing(false);
                     worker.shared.breaker.close(ServerId::ONLY, worker.clock.instant());
                     worker.shared.report_to_reachable().await;
@@ -553,10 +640,67 @@ mod tests {
                 worker.shared.note_reconnect(worker.clock.instant());
                 for _ in 0..2 {
                     worker.clock.advance(Duration::from_secs(600));
-                    let (used, _, is_from_store) = value(&worker).await;
-                    assert_eq!((used, is_from_store), (5, true), "{sharing:?}");
+                    assert_eq!(value(&worker).await, (5, START_MS + HOUR_MS, true), "{sharing:?}");
                     assert_eq!(worker.decide("a", 1).await, Some(false), "{sharing:?}");
                 }
+            }
+        });
+    }
+
+    /// A reply to one worker lacks the refund that another one has sent.
+    #[test]
+    fn a_refund_after_a_new_connection_is_not_counted_again() {
+        run(async {
+            let worker = TestWorker::new(&[Rule { sharing: Sharing::Exact, ..leased(&["9/hour"]) }]).await;
+            let workers = [worker.beside(), worker];
+            for worker in &workers {
+                assert_eq!(worker.decide("b", 1).await, Some(true));
+            }
+            assert_eq!(workers[0].decide("a", 1).await, Some(true));
+            workers[0].store.set_refusing(true);
+            for worker in &workers {
+                assert!(worker.shared.store.probe().await.is_err());
+            }
+            workers[0].store.set_refusing(false);
+            let mut refunds = Vec::new();
+            for worker in &workers {
+                let pending = worker.pending("a", 1).decide(&worker.charge_plan).await.unwrap();
+                let end_ms = pending.context.result.charges.as_slice()[0].usage.end_ms;
+                counters(worker).forget_refunded(&[(worker.counter("a", 0), Some(end_ms))], 1);
+                refunds.push(pending.refunds.into_iter().map(|(_, refund)| refund).collect());
+            }
+            for (worker, refunds) in workers.iter().zip(refunds) {
+                worker.shared.refund(refunds).await;
+            }
+            assert_eq!(workers[0].store.used(KEY), 1);
+            for used in [2, 3] {
+                assert_eq!(workers[used % 2].decide("a", 1).await, Some(true));
+                assert_eq!(workers[0].store.used(KEY), used as u64);
+            }
+        });
+    }
+
+    /// The store has refused the penalty of the second gateway: it lasts since the first one.
+    #[test]
+    fn a_penalty_ends_as_another_gateway_has_started_it() {
+        run(async {
+            let penalty = Rule { penalty_ms: Some(2 * HOUR_MS), ..leased(&["2/day"]) };
+            let worker = TestWorker::new(&[penalty, named("other", local("2/day"))]).await;
+            let other = worker.other_gateway();
+            for (worker, is_admitted) in [(&worker, true), (&other, true), (&worker, false)] {
+                assert_eq!(worker.decide("a", 1).await, Some(is_admitted));
+                worker.settled_calls().await;
+            }
+            worker.clock.advance(Duration::from_millis(HOUR_MS));
+            for _ in 0..2 {
+                let (decision, context) = other.outcome("a", 2).await.unwrap();
+                assert!(matches!(decision, Decision::Refused));
+                let penalties =
+                    context.result.charges.iter().filter(|charge| charge.layer.position == PlanPosition::FIRST);
+                let ends: Vec<u64> =
+                    penalties.filter(|charge| charge.request.cost == 0).map(|charge| charge.usage.end_ms).collect();
+                assert_eq!(ends, [START_MS + 2 * HOUR_MS]);
+                other.settled_calls().await;
             }
         });
     }
@@ -647,6 +791,51 @@ mod tests {
                     worker.settled_calls().await;
                 }
             }
+        });
+    }
+
+    /// A request of two tokens that another rule refuses: whether its sliding window, which has one token left, is full is asked of the
+    /// store, which holds the reply back.
+    async fn checked_refusal() -> (TestWorker, JoinHandle<bool>) {
+        let mut rule = Rule { penalty_ms: Some(5 * HOUR_MS), count_refused: true, ..leased(&["3/hour"]) };
+        rule.layers[0].windows = Windows::Sliding { period_ms: HOUR_MS };
+        let mut worker = TestWorker::new(&[rule, named("other", local("2/24h"))]).await;
+        let timeout = Duration::from_millis(400);
+        Rc::get_mut(&mut worker.shared).expect("no task is running").timeout = timeout;
+        assert_eq!(worker.decide("a", 2).await, Some(true));
+        worker.settled_calls().await;
+        worker.store.hold();
+        let mut pending = worker.pending("a", 2);
+        // A server that was silent for half of the timeout has failed.
+        pending.deadline = tokio::time::Instant::from_std(worker.clock.instant()) + timeout * 3 / 4;
+        let charge_plan = worker.rule_set.charge_plan(worker.rule_set.rules.ids());
+        let decision = tokio::task::spawn_local(async move {
+            matches!(pending.decide(&charge_plan).await.unwrap().decision, Decision::Refused)
+        });
+        worker.store.next_calls().await;
+        (worker, decision)
+    }
+
+    #[test]
+    fn a_refusal_counts_whose_client_leaves_while_a_window_is_checked() {
+        run(async {
+            let (worker, decision) = checked_refusal().await;
+            decision.abort();
+            worker.store.release();
+            worker.settled_calls().await;
+            assert_eq!(worker.store.used(SLIDING_KEY), 3);
+        });
+    }
+
+    #[test]
+    fn a_store_that_does_not_answer_a_check_is_recorded() {
+        run(async {
+            let (worker, decision) = checked_refusal().await;
+            assert!(decision.await.unwrap());
+            assert_eq!(worker.calls("timeout"), 1);
+            worker.store.release();
+            worker.settled_calls().await;
+            assert_eq!(worker.store.used(SLIDING_KEY), 3);
         });
     }
 

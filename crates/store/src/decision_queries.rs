@@ -19,7 +19,7 @@ use transom_limiter::delay::remaining_cost;
 use transom_limiter::handles::{ChargePosition, IdVec, PlanPosition};
 use transom_limiter::rule_set::{CountingMode, KeyedRequest};
 use transom_limiter::store_key::StoreKeys;
-use transom_limiter::window_kind::{AcquireRequest, WindowKind};
+use transom_limiter::window_kind::{AcquireRequest, Usage, WindowKind};
 
 /// A query about keys, one for each rule of its charge plan.
 pub struct KeyQuery<'a> {
@@ -180,6 +180,8 @@ impl SharedCounters {
             if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
                 self.table.set_known_usage(counter, end_ms, 0, now_ms);
             }
+            let (known, layer) = (Usage { used: 0, ..charge.usage }, charge_plan.layer(layer_ref));
+            self.table.note_debt(counter, known, layer.request, rule_set.time(now_ms));
         }
         self.value(query).await
     }

@@ -12,7 +12,7 @@ use super::lease_sizing::{ChargeId, LeaseRecord, Refusal, counter_id};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, Refund, TOKENS_MAX, refunds_of};
 use super::shared_counters::{SharedCounters, counter_of_receipt};
 use super::shared_decision::{NextStep, SendResult, SharedDecision, before_deadline};
-use super::token_fetch::need_once_refused;
+use super::token_fetch::{WindowCheck, need_once_refused};
 use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use transom_limiter::decision::{Decision, Waiter};
 use transom_limiter::decision_context::DecisionContext;
@@ -177,7 +177,7 @@ impl SharedCounters {
         let requests = self.overdraw_requests(rule_set, rule, keyed_request, store_key);
         let charge = self.new_charge();
         for (layer, request) in layers_of_key(rule_set, rule, keyed_request).zip(&requests) {
-            self.begin_charge(charge, layer.counter(keyed_request), request.window, request.need);
+            self.begin_charge(charge, rule_set, layer, layer.counter(keyed_request), request);
         }
         let (shared, rule_set, store_key) = (Rc::clone(self), Arc::clone(rule_set), Rc::clone(store_key));
         tokio::task::spawn_local(async move {
@@ -221,7 +221,7 @@ impl SharedCounters {
         for (layer, (request, reply)) in
             layers_of_key(rule_set, rule, keyed_request).zip(requests.iter().zip(replies.iter().copied()))
         {
-            self.note_used_tokens(layer, layer.counter(keyed_request), request, reply);
+            self.note_used_tokens(rule_set, layer, layer.counter(keyed_request), request, reply);
         }
     }
 
@@ -229,6 +229,7 @@ impl SharedCounters {
     /// limit is then exceeded pay a part of the debt: the store gets them back, and decides about the next request.
     pub(super) fn note_used_tokens(
         self: &Rc<Self>,
+        rule_set: &RuleSet,
         layer: &CompiledLayer,
         counter: Counter,
         request: &CounterRequest,
@@ -238,7 +239,7 @@ impl SharedCounters {
         let is_exceeded = reply.used > u64::from(layer.capacity);
         let withdrawn = if is_exceeded { self.table.withdraw(counter, target.end_ms, u32::MAX) } else { 0 };
         let used = reply.used.saturating_sub(u64::from(withdrawn));
-        self.note_store_usage(counter, request.window.kind, reply, used, 0);
+        self.note_store_usage(rule_set, layer, counter, reply, used, 0);
         if withdrawn > 0 {
             self.refund_later(vec![target.refund(withdrawn.into())]);
         }
@@ -261,15 +262,16 @@ impl SharedCounters {
     }
 
     /// Starts the penalties of a refused request that are counted by the store, in the background; locally, if the store is
-    /// unreachable.
+    /// unreachable. Another gateway may have started them: the results have their usage.
     pub(super) fn start_penalties(
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
         store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
-    ) {
+    ) -> Vec<(ChargePosition, WindowCheck)> {
+        let mut started = Vec::new();
         if !charge_plan.has_penalties() {
-            return;
+            return started;
         }
         let (now_ms, refused_ms) = (self.clock.now().unix_ms, context.result.decided_ms);
         for position in charge_plan.new_penalties(context, ChargePosition::FIRST) {
@@ -287,29 +289,37 @@ impl SharedCounters {
             let counter = charge_plan.layer(of).counter(keyed_request);
             self.raise_known_usage(counter, charge.usage.end_ms, 1, now_ms);
             let (shared, rule_set) = (Rc::clone(self), Arc::clone(rule_set));
-            tokio::task::spawn_local(async move {
-                shared.start_store_penalty(&rule_set, of.id.rule, keyed_request, &store_key).await;
+            let start = tokio::task::spawn_local(async move {
+                shared.start_store_penalty(&rule_set, of.id.rule, keyed_request, &store_key).await
             });
+            started.push((position, start));
         }
+        started
     }
 
-    /// Starts the penalty of a key by a rule in the store; locally, if the store is unreachable.
+    /// Starts the penalty of a key by a rule in the store, unless it lasts already; locally, if the store is unreachable. Returns its
+    /// usage.
     pub(super) async fn start_store_penalty(
         self: &Rc<Self>,
         rule_set: &RuleSet,
         rule: RuleId,
         keyed_request: KeyedRequest,
         store_key: &str,
-    ) {
-        let Some(layer) = rule_set.rules[rule].penalty else { return };
+    ) -> Option<Usage> {
+        let layer = rule_set.rules[rule].penalty?;
         let now_ms = self.clock.now().unix_ms;
         let base_request = self.counter_request(rule_set, layer, keyed_request, store_key, now_ms);
-        let request = CounterRequest { need: 1, ceiling: 1, ..base_request };
+        // The known usage has the penalty already.
+        let request = CounterRequest { need: 1, ceiling: 1, used_min: 0, ..base_request };
         match self.acquire(&[request]).await {
-            Ok(AcquireReply::Granted { .. } | AcquireReply::Refused { .. }) => {}
+            Ok(AcquireReply::Granted { counters, .. } | AcquireReply::Refused { counters, .. }) => {
+                let (reply, layer) = (*counters.first()?, rule_set.layer(layer));
+                self.note_store_usage(rule_set, layer, layer.counter(keyed_request), reply, reply.used, 0);
+                Some(Usage { used: 1, end_ms: reply.end_ms })
+            }
             Ok(AcquireReply::OtherWindow { .. }) | Err(_) => {
                 let clock = || self.clock.now().unix_ms;
-                rule_set.start_penalty(rule, keyed_request, &self.table, DecisionTime::read(&clock));
+                rule_set.start_penalty(rule, keyed_request, &self.table, DecisionTime::read(&clock))
             }
         }
     }
@@ -344,14 +354,15 @@ impl SharedCounters {
         // Without a reply, a window without usage is assumed.
         let (end_ms, used) = known_usage.unwrap_or((charge.usage.end_ms.max(charge.request.end_ms), 0));
         charge.usage = Usage { used: u64::from(used), end_ms };
+        let local_usage = self.used_locally(charge_plan.rule_set(), charge.layer.id, keyed_request);
         if layer.request.kind == WindowKind::Sliding {
             // Tokens come back before the known usage ends.
             let refusal = self.known_refusal(counter, charge.request.cost.into(), charge.request, now_ms);
             charge.is_full = refusal.is_some();
+            charge.usage.used = charge.usage.used.saturating_add(local_usage.used);
             charge.usage = refusal.unwrap_or(charge.usage);
             return;
         }
-        let local_usage = self.used_locally(charge_plan.rule_set(), charge.layer.id, keyed_request);
         match layer.is_penalty() {
             true => charge.usage = charge.usage.joined_penalty(local_usage),
             false => charge.usage.used = charge.usage.used.saturating_add(local_usage.used),
@@ -518,14 +529,19 @@ impl SharedDecision {
             charge.is_full = refused && charge.usage.used > 0;
             // A penalty that the store does not know keeps its end.
             if used > 0 || local.used == 0 {
-                shared.note_store_usage(counter, kind, reply, used, 0);
+                shared.note_store_usage(charge_plan.rule_set(), layer, counter, reply, used, 0);
             }
             return false;
         }
         // If nothing was acquired, the reply is only what the store knows.
-        let used = used.max(shared.known_usage(counter, reply.end_ms, least, generation));
+        let least = shared.known_usage(counter, reply.end_ms, least, generation);
+        if used >= least {
+            shared.confirm_usage(charge_plan.rule_set(), layer, counter, reply.end_ms);
+        }
+        let is_lost = reply.used == 0 && least > 0;
+        let used = used.max(least);
         let known_now: u64 = shared.table.known_usage(counter, now_ms).map_or(0, |(_, known)| known.into());
-        let used = shared.note_store_usage(counter, kind, reply, used, 0);
+        let used = shared.note_store_usage(charge_plan.rule_set(), layer, counter, reply, used, 0);
         let is_counted_here = !refused && charge_plan.rule_of(sent.layer).rule.on_outage == OnOutage::Local;
         let local_now = match is_counted_here {
             true => shared.used_locally(charge_plan.rule_set(), sent.layer.id, sent.keyed_request).used,
@@ -533,6 +549,9 @@ impl SharedDecision {
         };
         let used = used.saturating_add(local_now);
         charge.usage = Usage { used, end_ms: reply.available_ms };
+        // A window that the store has lost keeps its end: the reply states that of a window which would open now.
+        let kept = shared.table.known_usage(counter, now_ms).filter(|_| is_lost && kind.is_opened_by_requests());
+        charge.usage.end_ms = kept.map_or(charge.usage.end_ms, |(end_ms, _)| end_ms);
         // A late reply grants what the store had left when it executed the call; this gateway may have counted requests
         // locally since, and may have reported them: then they are part of the known usage.
         let is_more_known = known_now.saturating_add(local_now) > known.saturating_add(local.used);

@@ -21,11 +21,12 @@ use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{ChargePosition, LayerId};
 use transom_limiter::rule::OnOutage;
-use transom_limiter::rule_set::{CountingMode, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{CompiledLayer, CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
-use transom_limiter::store_key::{StoreKeys, StoreWindow};
+use transom_limiter::store_key::StoreKeys;
 use transom_limiter::table::Counter;
-use transom_limiter::window_kind::WindowKind;
+use transom_limiter::window::Segments;
+use transom_limiter::window_kind::{AcquireRequest, Usage, WindowKind};
 use transom_runtime::metrics::redis::StoreOutcome;
 
 /// How often an unreachable server is probed, and the limit for each probe.
@@ -290,14 +291,15 @@ impl SharedCounters {
     /// whose reports are no unanswered charges.
     pub(super) fn note_store_usage(
         &self,
+        rule_set: &RuleSet,
+        layer: &CompiledLayer,
         counter: Counter,
-        kind: WindowKind,
         reply: CounterReply,
         used: u64,
         leased: u64,
     ) -> u64 {
         let mut order = self.usage_order.lock(counter_id(counter));
-        let now_ms = self.clock.now().unix_ms;
+        let (kind, now_ms) = (layer.request.kind, self.clock.now().unix_ms);
         let note = |record: &mut LeaseRecord| record.note_call(reply.call);
         let noted = self.leases.with_existing(counter_id(counter), note).unwrap_or_default();
         let former = order.get();
@@ -345,9 +347,15 @@ impl SharedCounters {
                     Some(end_ms) if reply.used == 0 && used > 0 => end_ms.min(reply.end_ms),
                     _ => reply.end_ms,
                 };
-                self.table.correct_known_usage(counter, end_ms, known, now_ms)
+                self.table.correct_known_usage(counter, end_ms, known, now_ms);
+                let known = Usage { used, end_ms };
+                self.table.note_debt(counter, known, layer.request, rule_set.time(now_ms));
             }
-            _ => self.table.set_known_usage(counter, reply.end_ms, known, now_ms),
+            _ => {
+                self.table.set_known_usage(counter, reply.end_ms, known, now_ms);
+                let known = Usage { used, end_ms: reply.end_ms };
+                self.table.note_debt(counter, known, layer.request, rule_set.time(now_ms));
+            }
         }
         used
     }
@@ -370,21 +378,31 @@ impl SharedCounters {
 
     /// Adds tokens to the known usage that are used and not reported by the store yet. `end_ms`: the end of their window, as far
     /// as this gateway knows; a window that a request has opened in the store ends as the store has reported.
-    pub(super) fn add_known_usage(&self, counter: Counter, window: StoreWindow, end_ms: u64, tokens: u64, now_ms: u64) {
-        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-        match window.kind {
+    pub(super) fn add_known_usage(
+        &self,
+        rule_set: &RuleSet,
+        layer: &CompiledLayer,
+        counter: Counter,
+        end_ms: u64,
+        tokens: u64,
+    ) {
+        let (kind, now_ms) = (layer.request.kind, self.clock.now().unix_ms);
+        if kind == WindowKind::Sliding {
+            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
             // Until a token that is used now has come back.
-            WindowKind::Sliding => {
-                let segments = window.segments();
-                let expires_ms = segments.expires_ms(segments.number_at(now_ms));
-                self.table.add_sliding_usage(counter, expires_ms, tokens, now_ms);
-            }
-            kind => {
-                let known = self.table.known_usage(counter, now_ms).filter(|_| kind.is_opened_by_requests());
-                let end_ms = known.map_or(end_ms, |(end_ms, _)| end_ms);
-                self.table.add_known_usage(counter, end_ms, tokens, now_ms);
-            }
+            let segments = Segments { period_ms: rule_set.windows_of(layer).typical_ms() };
+            let expires_ms = segments.expires_ms(segments.number_at(now_ms));
+            return self.table.add_sliding_usage(counter, expires_ms, tokens, now_ms);
         }
+        let (request, time) = (AcquireRequest { end_ms, ..layer.request }, rule_set.time(now_ms));
+        let known = self.table.lasting_usage(counter, request, time);
+        let end_ms = known.filter(|_| kind.is_opened_by_requests()).map_or(end_ms, |known| known.end_ms);
+        // With what is known from an earlier window.
+        let before = self.table.known_usage(counter, now_ms).map_or(0, |(_, used)| used.into());
+        let used = known.map_or(0, |known| known.used).saturating_add(tokens);
+        let more = u32::try_from(used.saturating_sub(before)).unwrap_or(u32::MAX);
+        self.table.add_known_usage(counter, end_ms, more, now_ms);
+        self.table.note_debt(counter, Usage { used, end_ms }, layer.request, time);
     }
 
     /// Starts a report, unless one of this counter is running: many calls may detect a reconnect at once.
@@ -427,11 +445,7 @@ impl SharedCounters {
 
     /// Moves the tokens of a local counter to the known usage. Returns them, and the charge by which they are reported, if the counter
     /// has no shards; `None`: there are none.
-    fn empty_local_counter(
-        self: &Rc<Self>,
-        charge: &UnreportedCharge,
-        window: StoreWindow,
-    ) -> Option<(u64, Option<ChargeId>)> {
+    fn empty_local_counter(self: &Rc<Self>, charge: &UnreportedCharge) -> Option<(u64, Option<ChargeId>)> {
         let UnreportedCharge { rule_set, layer, keyed_request, .. } = charge;
         let (counter, now_ms) = (charge.counter(), self.clock.now().unix_ms);
         let local = self.used_locally(rule_set, *layer, *keyed_request);
@@ -439,7 +453,8 @@ impl SharedCounters {
         // arrived is not always known, and other workers report the same counter. Those workers may still count locally
         // for a while; the tokens are therefore first added to the usage known to be used elsewhere. They are added,
         // not set, because several workers may report one counter at once.
-        let add_known = |tokens: u64| self.add_known_usage(counter, window, local.end_ms, tokens, now_ms);
+        let layer_of_key = rule_set.layer(*layer);
+        let add_known = |tokens: u64| self.add_known_usage(rule_set, layer_of_key, counter, local.end_ms, tokens);
         let mut order = self.usage_order.lock(counter_id(counter));
         let mut reported = self.reported.lock(counter_id(counter));
         let clock = || self.clock.now().unix_ms;
@@ -489,9 +504,8 @@ impl SharedCounters {
         self.unreported.remove(id);
         let (counter, now_ms) = (charge.counter(), self.clock.now().unix_ms);
         // The report includes known usage, in case the server has forgotten it and this call recreates the counter.
-        let CounterRequest { used_min, window, .. } =
-            self.counter_request(rule_set, layer, keyed_request, store_key, now_ms);
-        let Some((tokens, unanswered)) = self.empty_local_counter(&charge, window) else { return true };
+        let used_min = self.counter_request(rule_set, layer, keyed_request, store_key, now_ms).used_min;
+        let Some((tokens, unanswered)) = self.empty_local_counter(&charge) else { return true };
         let mut all_delivered = true;
         let parts = reachable.len() as u32;
         for (base, shard) in reachable.into_iter().zip(0..) {
@@ -520,7 +534,7 @@ impl SharedCounters {
                         early = Some(target.refund(self.reported.end(id, &target, part, now_ms)));
                     }
                     if let (Some(reply), 1) = (replies.first(), shards) {
-                        self.note_used_tokens(rule_set.layer(layer), counter, &request, *reply);
+                        self.note_used_tokens(rule_set, rule_set.layer(layer), counter, &request, *reply);
                     }
                 }
                 // The window has ended, or the key holds another type.
@@ -632,7 +646,8 @@ mod tests {
             let (end_ms, _) = worker.shared.table.known_usage(worker.counter("a", 0), START_MS).unwrap();
             let note = |call, granted, used| {
                 let reply = CounterReply { granted, used, end_ms, available_ms: end_ms, number: 500_000, call };
-                worker.shared.note_store_usage(worker.counter("a", 0), WindowKind::Plain, reply, used, 0)
+                let layer = worker.rule_set.layer(worker.layer_ref(0, 0).id);
+                worker.shared.note_store_usage(&worker.rule_set, layer, worker.counter("a", 0), reply, used, 0)
             };
             let next_number = || worker.shared.usage_order.next_number();
             let [granting, charging] = [next_number(), next_number()];

@@ -83,6 +83,8 @@ pub(super) struct DecisionProgress {
     pub(super) rounds: u32,
     /// If set, only these layers of a delayed request are charged, again.
     recharged: Option<Vec<LayerRef>>,
+    /// Whether the refusal has been charged already.
+    has_charged_refusal: bool,
     /// Whether the store also decides layers for which tokens could be leased.
     pub(super) ignores_leases: bool,
     /// As `ignores_leases`, for each rule: fetched tokens would open a window, even if another rule refuses the request.
@@ -153,6 +155,7 @@ impl DecisionProgress {
             refunds: Vec::new(),
             rounds: 0,
             recharged: None,
+            has_charged_refusal: false,
             ignores_leases: false,
             opens_window: RuleFlags(SmallVec::from_elem(false, charge_plan.rules().len())),
         }
@@ -205,7 +208,8 @@ impl SharedCounters {
         let mut is_unclear = false;
         if let NextStep::Done(Decision::Refused) = next {
             self.add_layers_not_sent(charge_plan, context, &progress, &store_key);
-            is_unclear = SharedCounters::unclear_windows(charge_plan, context).next().is_some();
+            is_unclear = SharedCounters::unclear_windows(charge_plan, context).next().is_some()
+                || self.starts_store_penalty(charge_plan, context);
         }
         match next {
             NextStep::Done(decision) if !is_unclear => {
@@ -232,6 +236,14 @@ impl SharedCounters {
         }
     }
 
+    /// Whether a refusal starts a penalty in the store: another gateway may have started it before, so that it ends earlier.
+    fn starts_store_penalty(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> bool {
+        let is_in_store = |position: &ChargePosition| context.result.charges[*position].mode == CountingMode::Remote;
+        charge_plan.has_penalties()
+            && !self.breaker.is_any_open()
+            && charge_plan.new_penalties(context, ChargePosition::FIRST).iter().any(is_in_store)
+    }
+
     /// States when leased tokens of an admitted request come back; after a refusal, of the enforced rules or of shadow rules, does
     /// what the rules want.
     fn follow_decision(
@@ -246,8 +258,8 @@ impl SharedCounters {
             charge_plan.state_first_returns(&self.table, context);
         }
         if matches!(decision, Decision::Refused) || !context.result.shadowed.is_empty() {
-            self.start_penalties(charge_plan, context, &store_key);
-            if progress.counts_refusal() {
+            drop(self.start_penalties(charge_plan, context, &store_key));
+            if progress.counts_refusal() && !progress.has_charged_refusal {
                 self.charge_refused_request(charge_plan, context, progress, &store_key);
             }
             self.recheck(charge_plan, context, store_key);
@@ -268,9 +280,9 @@ impl SharedCounters {
         let modes = &context.sharing.counting_modes;
         context.result.charges.retain(|charge| modes[charge.layer.position] != CountingMode::Remote);
         self.add_layers_not_sent(charge_plan, context, &progress, &store_key);
-        // A refusal that cannot wait states the penalties that are known to start.
-        self.start_checks(charge_plan, context, &store_key);
-        self.start_penalties(charge_plan, context, &store_key);
+        // A refusal that cannot wait states the penalties that are known to start. The calls go on.
+        drop(self.start_checks(charge_plan, context, &store_key));
+        drop(self.start_penalties(charge_plan, context, &store_key));
         self.charge_refused_request(charge_plan, context, &progress, store_key);
     }
 
@@ -437,30 +449,40 @@ impl SharedDecision {
         }
     }
 
-    /// Adds the layers that were not sent to the store, and finds out which sliding windows are full, where that starts a penalty.
+    /// Adds the layers that were not sent to the store, and finds out which sliding windows are full, where that starts a penalty, and
+    /// when the penalties end. The refusal counts also if the client leaves meanwhile.
     async fn complete_refusal(&mut self, charge_plan: &ChargePlan) {
         let SharedDecision { shared, context, store_keys, progress, .. } = self;
         let store_key = |rule| store_keys.get(rule).cloned().flatten();
         shared.add_layers_not_sent(charge_plan, context, progress, store_key);
-        let checks = shared.start_checks(charge_plan, context, store_key);
-        if !checks.is_empty() {
-            // Those that are known already, also if the client leaves meanwhile.
-            shared.start_penalties(charge_plan, context, store_key);
+        let mut calls = shared.start_checks(charge_plan, context, store_key);
+        calls.extend(shared.start_penalties(charge_plan, context, store_key));
+        if calls.is_empty() {
+            return;
         }
+        shared.charge_refused_request(charge_plan, context, progress, store_key);
+        progress.has_charged_refusal = true;
         let began = Instant::from_std(shared.clock.instant());
-        for (position, check) in checks {
-            let checked = before_deadline(self.deadline, check).await;
-            if checked.is_none() {
-                self.record_silence(self.context.result.charges[position].layer.position, began);
+        while !calls.is_empty() {
+            for (position, call) in calls {
+                let usage = before_deadline(self.deadline, call).await;
+                if usage.is_none() {
+                    self.record_silence(self.context.result.charges[position].layer.position, began);
+                }
+                let Some(Ok(Some(usage))) = usage else { continue };
+                let charge = &mut self.context.result.charges[position];
+                charge.is_full = !usage.admits(charge.request);
+                let is_penalty = charge_plan.layer(charge.layer).is_penalty();
+                charge.usage = match charge_plan.rule_of(charge.layer).rule.count_refused && !is_penalty {
+                    // Until what the refusal takes comes back too.
+                    true => Usage { used: usage.used.max(charge.usage.used), end_ms: charge.usage.end_ms },
+                    false => usage,
+                };
             }
-            let Some(Ok(Some((is_full, usage)))) = checked else { continue };
-            let charge = &mut self.context.result.charges[position];
-            charge.is_full = is_full;
-            charge.usage = match charge_plan.rule_of(charge.layer).rule.count_refused {
-                // Until what the refusal takes comes back too.
-                true => Usage { end_ms: charge.usage.end_ms, ..usage },
-                false => usage,
-            };
+            // Those of windows that were found full.
+            let SharedDecision { shared, context, store_keys, .. } = self;
+            let store_key = |rule| store_keys.get(rule).cloned().flatten();
+            calls = shared.start_penalties(charge_plan, context, store_key);
         }
     }
 

@@ -347,6 +347,12 @@ impl TestWorker {
         TestWorker::with(&self.rules, self.store.clone(), self.shared_by_workers.clone())
     }
 
+    /// A worker of another process, with the same store.
+    pub fn other_gateway(&self) -> TestWorker {
+        let table = Arc::new(Table::with_capacity(1000).unwrap());
+        TestWorker::with(&self.rules, self.store.clone(), SharedByWorkers::new(table, self.clock.clone()))
+    }
+
     fn with(rules: &[Rule], store: TestStore, shared_by_workers: SharedByWorkers) -> TestWorker {
         let node = Node::Tcp { host: "127.0.0.1".to_owned(), port: store.0.port };
         let config = StoreConfig { timeout: DEADLINE, ..StoreConfig::with_defaults(Nodes::Single(node)) };

@@ -30,7 +30,7 @@ use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{ChargePosition, LayerId, PlanPosition};
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::rule::{OnOutage, Sharing};
-use transom_limiter::rule_set::{CountingMode, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{CompiledLayer, CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::store_key::StoreWindow;
 use transom_limiter::table::Counter;
@@ -40,8 +40,8 @@ use transom_limiter::window_kind::{AcquireRequest, Usage, WindowKind};
 /// Attempts to charge a refused request when other requests interfere.
 const ATTEMPTS_MAX: u32 = 3;
 
-/// A call that finds out whether a window is full, and its usage; `None` without a reply.
-pub(super) type WindowCheck = JoinHandle<Option<(bool, Usage)>>;
+/// A call that finds out the usage of a window; `None` without a reply.
+pub(super) type WindowCheck = JoinHandle<Option<Usage>>;
 
 /// A fetch of tokens for one counter.
 pub struct TokenFetch {
@@ -192,7 +192,8 @@ impl SharedCounters {
         let known = self.known_usage(fetch.counter, reply.end_ms, request.used_min, fetch.generation);
         let has_lost_counts = reply.used < known;
         let used = reply.used.max(known);
-        let usage = self.note_store_usage(fetch.counter, request.window.kind, reply, used, reply.granted);
+        let layer = fetch.rule_set.layer(fetch.layer);
+        let usage = self.note_store_usage(&fetch.rule_set, layer, fetch.counter, reply, used, reply.granted);
         let is_full = used.saturating_add(request.need) > request.ceiling;
         let is_question = request.need > 0 || request.want == 0;
         if is_question && reply.granted == 0 && is_full && fetch.shards == 1 {
@@ -449,7 +450,8 @@ impl SharedCounters {
         let request = self.counter_request(rule_set, *layer, *keyed_request, store_key, now_ms);
         let (charge, window) = (is_open.then(|| self.new_charge()), request.window);
         if let Some(id) = charge {
-            self.begin_charge(id, rest.counter(), window, keyed_request.cost.into());
+            let request = CounterRequest { need: keyed_request.cost.into(), ..request.clone() };
+            self.begin_charge(id, rule_set, rule_set.layer(*layer), rest.counter(), &request);
         }
         let shared = Rc::clone(self);
         tokio::task::spawn_local(async move {
@@ -497,7 +499,7 @@ impl SharedCounters {
             let is_closed = used == 0 && window.kind.is_opened_by_requests();
             need = tokens.min(request.ceiling.saturating_sub(used));
             if is_charged || is_closed || need == 0 {
-                self.note_store_usage(counter, window.kind, reply, used, 0);
+                self.note_store_usage(rule_set, rule_set.layer(*layer), counter, reply, used, 0);
                 return Some(is_charged);
             }
         }
@@ -511,15 +513,23 @@ impl SharedCounters {
     }
 
     /// Adds tokens to the known usage that a call in the background charges: the next request may come before the reply.
-    pub(super) fn begin_charge(&self, id: ChargeId, counter: Counter, window: StoreWindow, tokens: u64) {
+    pub(super) fn begin_charge(
+        &self,
+        id: ChargeId,
+        rule_set: &RuleSet,
+        layer: &CompiledLayer,
+        counter: Counter,
+        request: &CounterRequest,
+    ) {
         let mut order = self.usage_order.lock(counter_id(counter));
-        self.add_unanswered(&mut order, id, counter, UnansweredTokens { reports: 0, charges: tokens });
-        let now_ms = self.clock.now().unix_ms;
-        let known_end_ms = self.table.known_usage(counter, now_ms).map(|(end_ms, _)| end_ms);
+        self.add_unanswered(&mut order, id, counter, UnansweredTokens { reports: 0, charges: request.need });
+        let (time, end_ms) = (rule_set.time(self.clock.now().unix_ms), request.window.end_ms);
+        let known = self.table.lasting_usage(counter, AcquireRequest { end_ms, ..layer.request }, time);
         // Only the store knows when a window ends that a request has opened.
-        let end_ms = known_end_ms.or_else(|| (!window.kind.is_opened_by_requests()).then_some(window.end_ms));
+        let end_ms = known.map(|known| known.end_ms);
+        let end_ms = end_ms.or_else(|| (!request.window.kind.is_opened_by_requests()).then_some(request.window.end_ms));
         if let Some(end_ms) = end_ms {
-            self.add_known_usage(counter, window, end_ms, tokens, now_ms);
+            self.add_known_usage(rule_set, layer, counter, end_ms, request.need);
         }
     }
 
@@ -669,8 +679,9 @@ impl SharedCounters {
                 };
                 let reply = *replies.first()?;
                 let used = reply.used.max(request.used_min);
-                let used = shared.note_store_usage(counter, request.window.kind, reply, used, 0);
-                let usage = Usage { used, end_ms: reply.available_ms };
+                let layer = rule_set.layer(layer_ref.id);
+                let known = shared.note_store_usage(&rule_set, layer, counter, reply, used, 0);
+                let usage = Usage { used: known, end_ms: reply.available_ms };
                 shared.note_refusal(counter, is_full.then_some(Refusal { need: cost.into(), cost, limit, usage }));
                 if is_full {
                     let shared = Rc::clone(&shared);
@@ -678,7 +689,7 @@ impl SharedCounters {
                         shared.start_store_penalty(&rule_set, layer_ref.id.rule, keyed_request, &store_key).await;
                     });
                 }
-                Some((is_full, Usage { used: used + local, ..usage }))
+                Some(Usage { used: used + local, ..usage })
             });
             Some((position, check))
         };
@@ -702,7 +713,7 @@ impl SharedCounters {
         let at = StoreWindow::at(layer.request.kind, windows, now_ms, keyed_request.offset);
         let base = self.key_base(store_key, suffix, 0);
         let ceiling = u64::from(layer.capacity).saturating_sub(local_usage);
-        let used_min = self.used_at_least(layer.counter(keyed_request), windows.counted_ms(), now_ms);
+        let used_min = self.used_at_least(rule_set, layer, keyed_request, at.end_ms);
         CounterRequest {
             key_base: base,
             window: at,
@@ -750,15 +761,36 @@ impl SharedCounters {
 
     /// A lower bound of the usage, if the store may have lost counts; otherwise 0. It lacks what other calls charge: they may come
     /// later.
-    fn used_at_least(&self, counter: Counter, counted_ms: u64, now_ms: u64) -> u64 {
+    fn used_at_least(
+        &self,
+        rule_set: &RuleSet,
+        layer: &CompiledLayer,
+        keyed_request: KeyedRequest,
+        window_end_ms: u64,
+    ) -> u64 {
         self.note_reconnect(self.clock.instant());
-        let Some((end_ms, used)) = self.table.known_usage(counter, now_ms) else { return 0 };
+        let (counter, time) = (layer.counter(keyed_request), rule_set.time(self.clock.now().unix_ms));
+        let request = AcquireRequest { end_ms: window_end_ms, ..layer.request };
+        let Some(Usage { used, end_ms }) = self.table.lasting_usage(counter, request, time) else { return 0 };
         let is_confirmed =
             self.leases.with_existing(counter_id(counter), |record| record.generation == self.generation.get());
-        let is_doubtful = self.reconnected_ms.get() >= end_ms.saturating_sub(counted_ms);
-        match is_doubtful && is_confirmed != Some(true) {
-            true => u64::from(used).saturating_sub(self.usage_order.lock(counter_id(counter)).get().unanswered.sum()),
+        match self.may_be_lost(rule_set, layer, end_ms) && is_confirmed != Some(true) {
+            true => used.saturating_sub(self.usage_order.lock(counter_id(counter)).get().unanswered.sum()),
             false => 0,
+        }
+    }
+
+    /// Whether a server behind a new connection may have lost what was counted in the window that ends at `end_ms`.
+    fn may_be_lost(&self, rule_set: &RuleSet, layer: &CompiledLayer, end_ms: u64) -> bool {
+        self.reconnected_ms.get() >= end_ms.saturating_sub(rule_set.windows_of(layer).counted_ms())
+    }
+
+    /// Notes that the server has what is known of a counter: later requests no longer tell it. Otherwise it would count again what
+    /// is refunded meanwhile.
+    pub(super) fn confirm_usage(&self, rule_set: &RuleSet, layer: &CompiledLayer, counter: Counter, end_ms: u64) {
+        if self.may_be_lost(rule_set, layer, end_ms) {
+            let confirm = |record: &mut LeaseRecord| record.generation = self.generation.get();
+            self.leases.with_or_insert(counter, self.own_shard, self.clock.instant(), confirm);
         }
     }
 
