@@ -266,8 +266,7 @@ impl Gateway {
         let counters = Arc::new(counters);
         let registry = Arc::new(Registry::new(&config.metrics.request_buckets));
         raise_descriptor_limit();
-        let ordered = OrderedCertificates::default();
-        let live_certificates = ordered.live(&config.listen);
+        let (ordered, live_certificates) = OrderedCertificates::of(&config.listen);
         let listener_config = ListenerConfig::new(&config.listen, &live_certificates, None).map_err(StartError::Tls)?;
         let opened = Listeners::open(&config.listen, workers, &mut inherited)
             .map_err(|(address, source)| StartError::Listen { address, source })?;
@@ -333,11 +332,9 @@ impl Gateway {
         let upstream_health = gateway.update_upstream_health(&config);
         gateway.start_health_checks(&upstream_health)?;
         let published_keys = gateway.fetch_key_set(&config, former.key_set)?;
-        let (registry, clock_of_orders) = (Arc::clone(&gateway.registry), gateway.clock.clone());
-        gateway.ordered_certificates.use_orders(&config, live_certificates, &registry, &clock_of_orders)?;
+        gateway.ordered_certificates.use_orders(&config, live_certificates, &gateway.registry, &clock)?;
         gateway.follow_shared_deny(&config)?;
-        let limits_changed = &gateway.limits_changed;
-        gateway.shared_clients = SharedClients::start(&config, &clock, &gateway.registry, limits_changed)?;
+        gateway.shared_clients = SharedClients::start(&config, &clock, &gateway.registry, &gateway.limits_changed)?;
         let live = gateway.shared_clients.as_ref().map(SharedClients::target);
         let (rule_set, limits_state) =
             gateway.limits_state.compile_rules(&mut config, live.as_deref(), counters.seed, None);
@@ -355,9 +352,7 @@ impl Gateway {
         let (queries, query_inboxes) = (0..workers).map(|_| unbounded_channel()).unzip();
         gateway.history.lock().unwrap_or_else(PoisonError::into_inner).restore(&former.history);
         gateway.start_admin(queries, &mut inherited)?;
-        if let Some(address) = inherited.unused_address() {
-            return Err(StartError::Inherited(address.clone()));
-        }
+        inherited.unused_address().map_or(Ok(()), |address| Err(StartError::Inherited(address.clone())))?;
         gateway.start_workers(opened.by_worker, query_inboxes, &served)?;
         // Started last, so that a failed start leaves the snapshot unchanged.
         let meter = SnapshotMetrics::new(&gateway.registry);

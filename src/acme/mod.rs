@@ -4,6 +4,7 @@
 //! A certificate is renewed after two thirds of its lifetime, or when the authority says so (ARI, RFC 9773). While orders fail, the
 //! certificate stays in use, and the pauses between orders grow.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -62,11 +63,21 @@ struct Orderer {
     failures: u32,
     /// Unix seconds before which no order is tried again.
     retry_at_s: i64,
+    /// The certificate in use, if it could not be stored.
+    unsaved: Option<String>,
+    /// The account, if it could not be stored.
+    unsaved_account: RefCell<Option<String>>,
 }
 
 struct Stored {
     text: String,
     certificate: Certificate,
+}
+
+impl Stored {
+    fn is_newer_than(&self, other: &Certificate) -> bool {
+        self.certificate.not_before_s > other.not_before_s
+    }
 }
 
 /// The time of the renewal that the authority suggests.
@@ -81,7 +92,16 @@ impl CertificateOrder {
     pub async fn run(self, storage: Storage, loaded: std::sync::mpsc::SyncSender<()>, stop: oneshot::Receiver<()>) {
         let mut loaded = Some(loaded);
         let changed = storage.changed();
-        let mut orderer = Orderer { order: self, storage, stored: None, suggestion: None, failures: 0, retry_at_s: 0 };
+        let mut orderer = Orderer {
+            order: self,
+            storage,
+            stored: None,
+            suggestion: None,
+            failures: 0,
+            retry_at_s: 0,
+            unsaved: None,
+            unsaved_account: RefCell::default(),
+        };
         let renew = async {
             loop {
                 orderer.load().await;
@@ -122,6 +142,8 @@ impl Orderer {
         };
         if self.stored.as_ref().is_none_or(|stored| stored.text != text) {
             match Certificate::parse(&self.names(), text.as_bytes()) {
+                // A certificate that could not be stored is newer.
+                Ok(certificate) if self.stored.as_ref().is_some_and(|used| used.is_newer_than(&certificate)) => {}
                 Ok(certificate) => self.use_certificate(text, certificate),
                 Err(why) => tracing::error!(domains = self.names(), "the stored certificate cannot be used: {why}"),
             }
@@ -137,14 +159,20 @@ impl Orderer {
     /// Orders a certificate, if there is none or it is due for renewal. Returns the time to the next look.
     async fn renew_if_due(&mut self) -> Duration {
         self.stored.iter().for_each(|stored| self.order.metrics.in_use(stored.certificate.not_after_s));
+        self.save_again().await;
         self.ask_for_suggestion().await;
-        let due_s = self.stored.as_ref().map_or(0, |stored| renewal_time(stored, self.suggestion.as_ref()));
-        let wait_s = due_s.max(self.retry_at_s) - self.now_s();
-        if wait_s > 0 {
-            return Duration::from_secs(wait_s.unsigned_abs()).min(PAUSE_MAX);
+        if let Some(wait) = self.time_to_order() {
+            return wait.min(PAUSE_MAX);
         }
         match self.storage.begin_order(self.now_s(), ORDER_TIMEOUT).await {
-            Ok(true) => {}
+            Ok(true) => {
+                // Another gateway may have ordered it meanwhile.
+                self.load().await;
+                if let Some(wait) = self.time_to_order() {
+                    self.storage.end_order().await;
+                    return wait.min(PAUSE_MAX);
+                }
+            }
             Ok(false) => return ORDERED_ELSEWHERE_PAUSE,
             Err(error) => {
                 tracing::warn!(
@@ -168,18 +196,21 @@ impl Orderer {
                 tracing::info!(domains, directory = self.order.acme.directory, "the certificate is {issued}");
                 if let Err(error) = self.storage.save_certificate(text.clone()).await {
                     tracing::error!(domains, "the certificate is used, but cannot be stored: {error}");
+                    self.unsaved = Some(text.clone());
                 }
+                // Whatever the dates and the authority say, the next order waits.
+                let lifetime_s = (certificate.not_after_s - self.now_s()).max(0);
+                (self.failures, self.retry_at_s) = (0, self.now_s().saturating_add((lifetime_s / 100).max(1)));
                 self.use_certificate(text, certificate);
                 self.storage.end_order().await;
-                (self.failures, self.retry_at_s) = (0, 0);
                 self.order.metrics.issued();
                 Duration::ZERO
             }
             Err(why) => {
-                self.storage.end_order().await;
                 let pause = retry_after(self.failures).mul_f64(0.75 + fastrand::f64() * 0.25);
                 self.failures = self.failures.saturating_add(1);
                 self.retry_at_s = self.now_s().saturating_add(pause.as_secs().cast_signed());
+                self.storage.pause_orders(self.retry_at_s).await;
                 self.order.metrics.failed();
                 let effect = match &self.stored {
                     Some(_) => "the old one stays in use",
@@ -189,6 +220,22 @@ impl Orderer {
                 tracing::warn!(domains, retry_s, "no certificate was issued: {why}; {effect}");
                 pause.min(PAUSE_MAX)
             }
+        }
+    }
+
+    /// How long the next order waits; `None`: it is due.
+    fn time_to_order(&self) -> Option<Duration> {
+        let due_s = self.stored.as_ref().map_or(0, |stored| renewal_time(stored, self.suggestion.as_ref()));
+        let wait_s = due_s.max(self.retry_at_s) - self.now_s();
+        (wait_s > 0).then(|| Duration::from_secs(wait_s.unsigned_abs()))
+    }
+
+    /// Stores the certificate in use, if that has failed before.
+    async fn save_again(&mut self) {
+        if let Some(text) = self.unsaved.take()
+            && self.storage.save_certificate(text.clone()).await.is_err()
+        {
+            self.unsaved = Some(text);
         }
     }
 
@@ -227,7 +274,13 @@ impl Orderer {
     async fn account(&self) -> Result<Account, String> {
         let acme = &self.order.acme;
         let builder = || Account::builder_with_http(Box::new(http_client::HttpsClient::new(acme)));
-        if let Some(text) = self.storage.load_account(acme).await? {
+        let unsaved = self.unsaved_account.borrow().clone();
+        if let Some(text) = unsaved.clone()
+            && self.storage.save_account(acme, text).await.is_ok()
+        {
+            self.unsaved_account.replace(None);
+        }
+        if let Some(text) = unsaved.or(self.storage.load_account(acme).await?) {
             let credentials: AccountCredentials =
                 serde_json::from_str(&text).map_err(|error| format!("the stored account cannot be read: {error}"))?;
             return builder().from_credentials(credentials).await.map_err(shown);
@@ -237,7 +290,10 @@ impl Orderer {
         let account = NewAccount { contact: &contact, terms_of_service_agreed: true, only_return_existing: false };
         let (account, credentials) = builder().create(&account, acme.directory.clone(), None).await.map_err(shown)?;
         let text = serde_json::to_string(&credentials).map_err(|error| error.to_string())?;
+        // The next attempt uses the same account, and does not register another one.
+        self.unsaved_account.replace(Some(text.clone()));
         self.storage.save_account(acme, text).await?;
+        self.unsaved_account.replace(None);
         Ok(account)
     }
 
@@ -310,8 +366,9 @@ impl Orderer {
 /// When a certificate is renewed, Unix seconds.
 fn renewal_time(stored: &Stored, suggestion: Option<&Suggestion>) -> i64 {
     let Certificate { not_before_s, not_after_s, .. } = stored.certificate;
-    let own = not_before_s + (not_after_s - not_before_s) / 3 * 2;
-    suggestion.map_or(own, |suggestion| suggestion.renew_at_s)
+    let lifetime_s = not_after_s - not_before_s;
+    let own = not_before_s + lifetime_s / 3 * 2;
+    suggestion.map_or(own, |suggestion| suggestion.renew_at_s.min(not_after_s - lifetime_s / 10))
 }
 
 /// The identifier of a certificate in requests about its renewal (RFC 9773, section 4.1).

@@ -4,7 +4,7 @@
 //! challenges there, because the authority may ask any of the gateways.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use sha2::{Digest, Sha256};
 use tokio::sync::Notify;
 use tokio::time::sleep;
 
-use crate::atomic_file::Draft;
+use crate::atomic_file;
 use transom_config::acme::Acme;
 use transom_rules::acme_challenges::{Challenge, PendingChallenges};
 use transom_store::map_follower::{ChangeError, MapCopy, MapObserver, SharedMap, Update};
@@ -27,6 +27,8 @@ pub const MAP: &str = "acme";
 const CHALLENGE: &str = "challenge/";
 /// The time in which other gateways read a challenge that was published.
 const PUBLISH_DELAY: Duration = Duration::from_secs(1);
+/// How long a write waits for another process that writes the same file.
+const SAVE_PATIENCE: Duration = Duration::from_secs(1);
 
 /// The storage of one order.
 pub struct Storage {
@@ -130,7 +132,10 @@ impl Storage {
                 let file = path.join(name);
                 let save = || {
                     fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-                    Draft::begin(&file)?.publish(&text)
+                    let busy = || io::Error::other("another process writes it");
+                    let mut draft = atomic_file::lock_draft(&file, SAVE_PATIENCE)?.ok_or_else(busy)?;
+                    draft.write_all(text.as_bytes())?;
+                    atomic_file::publish_draft(&draft, &file)
                 };
                 save().map_err(|error| format!("{}: {error}", file.display()))
             }
@@ -153,6 +158,16 @@ impl Storage {
         let text = serde_json::to_string(&claim).map_err(|error| error.to_string())?;
         let changed = shared.change(&name, Some(text), precondition).await?;
         Ok(matches!(changed, Changed::Changed { .. }))
+    }
+
+    /// Keeps the order claimed after a failure, so that another gateway does not try before this one does again.
+    pub async fn pause_orders(&self, until_s: i64) {
+        let Place::Shared(shared) = &self.place else { return };
+        let claim = Claim { claimant: shared.claimant.clone(), until_s };
+        if let Ok(text) = serde_json::to_string(&claim) {
+            // Without the store, no gateway orders.
+            let _ = shared.change(&shared.claim_name(), Some(text), Precondition::Exists).await;
+        }
     }
 
     /// Gives the claim up.

@@ -41,6 +41,13 @@ struct OrderThread {
 }
 
 impl OrderedCertificates {
+    /// What handshakes use under the first configuration, whose orders do not run yet.
+    pub fn of(listen: &Listen) -> (OrderedCertificates, Vec<Option<Arc<LiveCertificate>>>) {
+        let ordered = OrderedCertificates::default();
+        let live = ordered.live(listen);
+        (ordered, live)
+    }
+
     /// What handshakes use under a configuration: the certificates of the same orders, and of former orders for a name meanwhile.
     pub fn live(&self, listen: &Listen) -> Vec<Option<Arc<LiveCertificate>>> {
         let live = |acme: &Acme| {

@@ -475,6 +475,8 @@ impl Forwarder {
                 match connected {
                     Ok((connection, reused)) => {
                         hold.connected();
+                        // What an earlier server did with a connection says nothing about this one.
+                        forwarding.needs_new_connection = false;
                         return Ok((choice, HeldConnection { connection, reused }));
                     }
                     Err(RequestError::Overloaded) => return Err(RequestError::Overloaded),

@@ -267,7 +267,11 @@ fn prometheus_accepts_the_metrics_of_every_part() {
     let tls = listen(
         &scratch,
         &authority.issue(&["a.test"]),
-        &format!("client_ca = {client_authority:?}\nclient_crl = {list:?}\nclient_auth = \"optional\""),
+        &format!(
+            "client_ca = {client_authority:?}\nclient_crl = {list:?}\nclient_auth = \"optional\"\n\
+             acme = {{ domains = [\"b.test\"], directory = \"http://127.0.0.1:1/dir\", storage = {:?} }}",
+            scratch.path().join("acme")
+        ),
     );
     let key_set = issuer.jwks().to_string();
     let keys = Upstream::responding(move |_| reply(200, &[], key_set.as_bytes()));

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use http::uri::PathAndQuery;
 
+use super::RouteId;
 use super::certificate::PEM_FILE;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, suggest_ca};
 use super::counters::read_absolute_path;
@@ -18,6 +19,7 @@ use super::settings::{Custom, Inline, Kind, Required, Shape, Text};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::upstream::{Scheme, Server, parse_url};
 use transom_http::path_normalize::PathReading;
+use transom_limiter::handles::IdVec;
 
 const LETS_ENCRYPT: &str = "https://acme-v02.api.letsencrypt.org/directory";
 const DIRECTORY_EXAMPLE: &str = "\"https://acme-v02.api.letsencrypt.org/directory\"";
@@ -192,38 +194,32 @@ fn is_address(text: &str) -> bool {
     address.is_some_and(|(name, host)| !name.is_empty() && is_name(host)) && !text.contains([' ', ',', ':', '?'])
 }
 
-/// Reports certificates that are kept in the shared store, if there is none.
-pub fn report_missing_store(listen: &Listen, report: &mut Report) {
-    let orders = listen.tls_listeners().filter_map(|https| https.acme.as_ref());
-    for acme in orders.filter(|acme| acme.storage == AcmeStorage::Shared) {
+/// Adds the route that answers HTTP-01 challenges for the names of all certificates, if any are ordered. Its path is more specific
+/// than those of other routes, and costs their requests nothing. Reports orders in a store that is not configured.
+pub fn add_challenge_route(
+    listen: &Listen,
+    (reading, has_store): (PathReading, bool),
+    routes: &mut IdVec<RouteId, Route>,
+    report: &mut Report,
+) {
+    let orders = || listen.tls_listeners().filter_map(|https| https.acme.as_ref());
+    for acme in orders().filter(|acme| acme.storage == AcmeStorage::Shared && !has_store) {
         let fix = "write `[counters.shared]`, then its `redis`, or `storage = \"/var/lib/transom/acme\"`";
         report.problem(acme.span.clone(), "`storage = \"shared\"` needs the store of `[counters.shared]`", fix);
     }
-}
-
-/// The route that answers HTTP-01 challenges for the names of all certificates; `None` if none is ordered. Its path is more
-/// specific than those of other routes, and costs their requests nothing. `is_taken`: whether another route has a name.
-pub fn challenge_route(
-    listen: &Listen,
-    reading: PathReading,
-    is_taken: impl Fn(&str) -> bool,
-    report: &mut Report,
-) -> Option<Route> {
     let mut hosts: Vec<String> = Vec::new();
-    let orders = listen.tls_listeners().filter_map(|https| https.acme.as_ref());
-    for domain in orders.flat_map(|acme| &acme.domains) {
+    for domain in orders().flat_map(|acme| &acme.domains) {
         if !hosts.contains(domain) {
             hosts.push(domain.clone());
         }
     }
-    if hosts.is_empty() {
-        return None;
-    }
     let path = SpannedStr { text: CHALLENGE_PATH, span: 0..0 };
-    let path = PathPattern::read(&SpannedString::new("path", &path), PatternKind::Route, reading, report)?;
-    let name = if is_taken(ROUTE) { "acme-challenge-of-the-gateway" } else { ROUTE };
+    let path = PathPattern::read(&SpannedString::new("path", &path), PatternKind::Route, reading, report);
+    let Some(path) = path.filter(|_| !hosts.is_empty()) else { return };
+    let is_taken = routes.iter().any(|route| route.name == ROUTE);
+    let name = if is_taken { "acme-challenge-of-the-gateway" } else { ROUTE };
     let actions = Actions { response: Some(LocalResponse::AcmeChallenge), ..Actions::default() };
-    Some(Route {
+    routes.push(Route {
         name: name.to_owned(),
         hosts,
         methods: vec![String::from("GET")],
@@ -239,5 +235,5 @@ pub fn challenge_route(
         rules: Vec::new(),
         allow: Vec::new(),
         cost: None,
-    })
+    });
 }

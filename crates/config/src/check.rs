@@ -86,9 +86,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         Some(_) => top.get("routes"),
         None => top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`"),
     };
-    for key in ["redis", "shared"] {
-        top.suggest_for(key, "counters", TABLE_FIX);
-    }
+    ["redis", "shared"].iter().for_each(|key| top.suggest_for(key, "counters", TABLE_FIX));
     let misspelled = top.finish(report);
 
     let placeholder = misspelled.contains(&"counters").then(|| StoreConfig::placeholder().default_sharing());
@@ -130,19 +128,14 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         https: any_scheme || !listen.https.is_empty(),
     };
     let mut routes = read_routes(routes, &context, report);
-    if counters.shared.is_none() && !misspelled.contains(&"counters") {
-        acme::report_missing_store(&listen, report);
-    }
-    let is_taken = |name: &str| routes.iter().any(|route| route.name == name);
-    if let Some(route) = acme::challenge_route(&listen, path_reading, is_taken, report) {
-        routes.push(route);
-    }
+    let has_store = counters.shared.is_some() || misspelled.contains(&"counters");
+    acme::add_challenge_route(&listen, (path_reading, has_store), &mut routes, report);
     let access_context = AccessContext {
         clients: &known_clients,
         route_names: routes.iter().map(|route| route.name.as_str()).collect(),
         routes_complete: !misspelled.contains(&"routes") && !report.has_syntax_errors,
         has_jwt: jwt.is_some(),
-        has_store: counters.shared.is_some() || misspelled.contains(&"counters"),
+        has_store,
     };
     let access = read_access(access, &access_context, report);
 

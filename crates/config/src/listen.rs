@@ -138,7 +138,7 @@ settings! {
 #[derive(Clone, PartialEq, Debug)]
 pub enum RatelimitService {
     Cleartext(Vec<ListenSocket>),
-    Tls(Https),
+    Tls(Box<Https>),
 }
 
 impl RatelimitService {
@@ -152,7 +152,7 @@ impl RatelimitService {
     pub fn tls(&self) -> Option<&Https> {
         match self {
             RatelimitService::Cleartext(_) => None,
-            RatelimitService::Tls(https) => Some(https),
+            RatelimitService::Tls(https) => Some(&**https),
         }
     }
 }
@@ -571,7 +571,8 @@ fn read_ratelimit_service(item: &Item, report: &mut Report) -> Option<RatelimitS
     match item.value {
         DeValue::Table(_) if !item.tables().iter().any(is_socket_table) => {
             let fix = "write `[listen.ratelimit_service]`, then its `address`, its `certificate` and its `private_key`";
-            read_https(item, "`[listen.ratelimit_service]`", fix, report).map(RatelimitService::Tls)
+            read_https(item, "`[listen.ratelimit_service]`", fix, report)
+                .map(|https| RatelimitService::Tls(Box::new(https)))
         }
         _ => {
             let or = ", or remove `ratelimit_service`";

@@ -94,8 +94,7 @@ pub fn is_socket_table(table: &Table) -> bool {
         .given("address")
         .is_some_and(|address| address.value.as_str().is_some_and(|address| address.starts_with("unix:")));
     let is_given = |key: &&str| table.given(key).is_some();
-    !["certificate", "private_key"].iter().any(|key| is_given(key))
-        && (is_unix || PERMISSIONS.iter().any(|key| is_given(key)))
+    !["certificate", "private_key"].iter().any(is_given) && (is_unix || PERMISSIONS.iter().any(is_given))
 }
 
 /// What the file may contain for one address.

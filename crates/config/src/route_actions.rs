@@ -226,7 +226,7 @@ pub enum LocalResponse {
         status: u16,
         body: Option<Body>,
     },
-    /// The key authorization of an ACME challenge, see [`super::acme::challenge_route`].
+    /// The key authorization of an ACME challenge, see [`super::acme::add_challenge_route`].
     AcmeChallenge,
 }
 

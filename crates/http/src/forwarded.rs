@@ -80,11 +80,12 @@ impl TrustedProxies {
     pub fn client_of_proxy(&self, peer: ClientAddress, headers: &HeaderMap) -> ClientInfo {
         let client = self.client_from_x_forwarded_for(peer, false, headers);
         // The proxy passes fields of its own peer on. That peer is the last element.
-        let nearest = match self.client_field() {
-            Some(_) => x_forwarded_for_addresses(headers).next().flatten().unwrap_or(peer),
-            None => return client,
-        };
-        if self.proxies.contains(nearest) { self.named_by_field(client, nearest, headers) } else { client }
+        let nearest = self.client_field().and_then(|_| x_forwarded_for_addresses(headers).next().flatten());
+        match nearest {
+            Some(nearest) if self.proxies.contains(nearest) => self.named_by_field(client, nearest, headers),
+            // Without the element, the field may be the client's own.
+            _ => client,
+        }
     }
 
     /// The client behind `peer`, by the value of one `X-Forwarded-For`, which may be empty, and the other fields; `None` if the peer

@@ -803,7 +803,9 @@ fn set_networks(config: &Node, admission: &mut Admission) {
     };
     config.settings();
     let (allowed, denied) = (networks(["allow", "whitelist"]), networks(["deny", "blacklist"]));
-    let mut left = if allowed.is_empty() { Network::ALL.to_vec() } else { allowed };
+    // A list whose entries cannot be read, such as references to secrets, admits no one.
+    let has_list = ["allow", "whitelist"].iter().any(|name| !config.texts_of(name).is_empty());
+    let mut left = if has_list { allowed } else { Network::ALL.to_vec() };
     denied.iter().for_each(|network| left = difference(&left, network));
     left.sort();
     admission.networks = Some(left.iter().map(ToString::to_string).collect());

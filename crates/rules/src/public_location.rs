@@ -195,8 +195,10 @@ impl PublicLocation {
         let path = if path.is_empty() { "/" } else { path };
         // Other paths of the server may have a route of their own.
         let public = inverse.public_path(path, self).unwrap_or_else(|| path.to_owned());
-        let is_host = self.origin.is_empty() && public.starts_with("//");
-        (!is_host).then(|| format!("{}{public}{behind}", self.origin))
+        // Browsers read `\` as `/`, and ignore tabs.
+        let is_host = self.origin.is_empty() && (public.starts_with("//") || public.starts_with("/\\"));
+        let is_unclear = is_host || public.bytes().any(|byte| byte < b' ');
+        (!is_unclear).then(|| format!("{}{public}{behind}", self.origin))
     }
 
     /// A cookie with the public domain and path; `None` if it stays.

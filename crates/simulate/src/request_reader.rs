@@ -92,7 +92,7 @@ impl RequestReader {
         if reads(Logged::Cookie) {
             request.push(header::COOKIE);
         }
-        let reads_query = reads(Logged::Query);
+        let reads_query = reads(Logged::Query) || config.routes.iter().any(|route| !route.query.is_empty());
         request.sort_by(|a, b| a.as_str().cmp(b.as_str()));
         request.dedup();
         let response = config.rules.iter().filter_map(|rule| match &rule.cost {

@@ -121,7 +121,7 @@ impl<'d> Importer<'d> {
         section.comment(self.gateway.placed_note(effect, &directive.position, text));
     }
 
-    /// Settings of [limits], [timeouts] and the top level.
+    /// Settings of `[limits]`, `[timeouts]` and the top level.
     fn import_global_settings(&mut self) {
         let outer = self.outer.clone();
         let body = outer.one("client_max_body_size");
