@@ -29,10 +29,12 @@ pub mod storage;
 
 /// Limit for one order.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(300);
+/// How long other gateways leave an order to the one that has claimed it: longer than it can take.
+const CLAIM_TIMEOUT: Duration = Duration::from_secs(600);
 /// Limit for the authority to validate the challenges, or to issue the certificate.
 const POLL_TIMEOUT: Duration = Duration::from_secs(90);
 /// The longest pause between two looks at the clock and the storage: steps of the clock, and a renewal by another process.
-const PAUSE_MAX: Duration = Duration::from_secs(60);
+const PAUSE_MAX: Duration = Duration::from_secs(10);
 /// How often an order of another gateway is looked at.
 const ORDERED_ELSEWHERE_PAUSE: Duration = Duration::from_secs(2);
 /// Time from the first failure to the next order. It grows fourfold with each failure: Let's Encrypt permits five failures an hour.
@@ -40,6 +42,8 @@ const RETRY_AFTER: Duration = Duration::from_secs(30);
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(6 * 60 * 60);
 /// How long a renewal time that the authority has stated is used, where it does not say.
 const SUGGESTION_PERIOD: Duration = Duration::from_secs(6 * 60 * 60);
+/// The bounds of what it says.
+const SUGGESTION_PERIODS: [Duration; 2] = [Duration::from_secs(60), Duration::from_secs(24 * 60 * 60)];
 
 /// Orders one certificate.
 pub struct CertificateOrder {
@@ -56,28 +60,24 @@ pub struct CertificateOrder {
 struct Orderer {
     order: CertificateOrder,
     storage: Storage,
-    /// The certificate in use, as stored.
-    stored: Option<Stored>,
+    in_use: Option<IssuedCertificate>,
     suggestion: Option<Suggestion>,
     /// Orders that failed since the last success.
     failures: u32,
     /// Unix seconds before which no order is tried again.
     retry_at_s: i64,
-    /// The certificate in use, if it could not be stored.
-    unsaved: Option<String>,
+    /// Whether the certificate in use could not be stored.
+    is_unsaved: bool,
     /// The account, if it could not be stored.
     unsaved_account: RefCell<Option<String>>,
+    /// Why the storage cannot be used, as was logged.
+    storage_error: Option<String>,
 }
 
-struct Stored {
+/// A certificate with its key, also as PEM.
+struct IssuedCertificate {
     text: String,
     certificate: Certificate,
-}
-
-impl Stored {
-    fn is_newer_than(&self, other: &Certificate) -> bool {
-        self.certificate.not_before_s > other.not_before_s
-    }
 }
 
 /// The time of the renewal that the authority suggests.
@@ -88,19 +88,20 @@ struct Suggestion {
 }
 
 impl CertificateOrder {
-    /// Obtains and renews the certificate until the sender of `stop` is dropped. `loaded` is sent once the storage was read.
+    /// Obtains and renews the certificate until the sender of `stop` is dropped. `loaded` is dropped once the storage was read.
     pub async fn run(self, storage: Storage, loaded: std::sync::mpsc::SyncSender<()>, stop: oneshot::Receiver<()>) {
         let mut loaded = Some(loaded);
         let changed = storage.changed();
         let mut orderer = Orderer {
             order: self,
             storage,
-            stored: None,
+            in_use: None,
             suggestion: None,
             failures: 0,
             retry_at_s: 0,
-            unsaved: None,
+            is_unsaved: false,
             unsaved_account: RefCell::default(),
+            storage_error: None,
         };
         let renew = async {
             loop {
@@ -132,57 +133,64 @@ impl Orderer {
 
     /// Uses the certificate of the storage, if it is another one.
     async fn load(&mut self) {
-        let text = match self.storage.load_certificate().await {
-            Ok(Some(text)) => text,
-            Ok(None) => return,
-            Err(error) => {
-                tracing::error!(domains = self.names(), "the certificate cannot be read from its storage: {error}");
-                return;
-            }
-        };
-        if self.stored.as_ref().is_none_or(|stored| stored.text != text) {
-            match Certificate::parse(&self.names(), text.as_bytes()) {
-                // A certificate that could not be stored is newer.
-                Ok(certificate) if self.stored.as_ref().is_some_and(|used| used.is_newer_than(&certificate)) => {}
-                Ok(certificate) => self.use_certificate(text, certificate),
-                Err(why) => tracing::error!(domains = self.names(), "the stored certificate cannot be used: {why}"),
-            }
+        let loaded = self.storage.load_certificate().await;
+        self.log_storage(loaded.as_ref().err());
+        let Ok(Some(text)) = loaded else { return };
+        if self.in_use.as_ref().is_some_and(|in_use| in_use.text == text) {
+            return;
+        }
+        match Certificate::parse(&self.names(), text.as_bytes()) {
+            // The one in use could not be stored.
+            Ok(stored)
+                if self.in_use.as_ref().is_some_and(|used| used.certificate.not_before_s > stored.not_before_s) => {}
+            Ok(certificate) => self.use_certificate(IssuedCertificate { text, certificate }),
+            Err(why) => tracing::error!(domains = self.names(), "the stored certificate cannot be used: {why}"),
         }
     }
 
-    fn use_certificate(&mut self, text: String, certificate: Certificate) {
-        self.order.live.replace(&certificate);
+    /// Logs when the storage begins or ceases to fail.
+    fn log_storage(&mut self, error: Option<&String>) {
+        if self.storage_error.as_ref() == error {
+            return;
+        }
+        let domains = self.names();
+        match error {
+            Some(error) => tracing::error!(domains, "the storage of the certificate cannot be used: {error}"),
+            None => tracing::info!(domains, "the storage of the certificate can be used again"),
+        }
+        self.storage_error = error.cloned();
+    }
+
+    fn use_certificate(&mut self, issued: IssuedCertificate) {
+        self.order.live.replace(&issued.certificate);
         self.suggestion = None;
-        self.stored = Some(Stored { text, certificate });
+        self.in_use = Some(issued);
     }
 
     /// Orders a certificate, if there is none or it is due for renewal. Returns the time to the next look.
     async fn renew_if_due(&mut self) -> Duration {
-        self.stored.iter().for_each(|stored| self.order.metrics.in_use(stored.certificate.not_after_s));
-        self.save_again().await;
+        self.in_use.iter().for_each(|in_use| self.order.metrics.in_use(in_use.certificate.not_after_s));
+        if self.is_unsaved {
+            self.save().await;
+        }
         self.ask_for_suggestion().await;
         if let Some(wait) = self.time_to_order() {
             return wait.min(PAUSE_MAX);
         }
-        match self.storage.begin_order(self.now_s(), ORDER_TIMEOUT).await {
-            Ok(true) => {
-                // Another gateway may have ordered it meanwhile.
-                self.load().await;
-                if let Some(wait) = self.time_to_order() {
-                    self.storage.end_order().await;
-                    return wait.min(PAUSE_MAX);
-                }
-            }
+        match self.storage.begin_order(&self.order.acme.domains, self.now_s(), CLAIM_TIMEOUT).await {
+            Ok(true) => {}
             Ok(false) => return ORDERED_ELSEWHERE_PAUSE,
             Err(error) => {
-                tracing::warn!(
-                    domains = self.names(),
-                    "no certificate is ordered, because the storage cannot be used: {error}"
-                );
+                self.log_storage(Some(&error));
                 return ORDERED_ELSEWHERE_PAUSE;
             }
         }
-        let is_renewal = self.stored.is_some();
+        // Another gateway may have ordered it meanwhile.
+        self.load().await;
+        if let Some(wait) = self.time_to_order() {
+            self.storage.end_order().await;
+            return wait.min(PAUSE_MAX);
+        }
         let mut tokens = Vec::new();
         let ordered = timeout(ORDER_TIMEOUT, self.order_certificate(&mut tokens)).await;
         let ordered = ordered.unwrap_or_else(|_elapsed| Err(String::from("the authority did not issue it in time")));
@@ -191,83 +199,79 @@ impl Orderer {
             self.storage.withdraw(&token).await;
         }
         match ordered {
-            Ok((text, certificate)) => {
-                let (domains, issued) = (self.names(), if is_renewal { "renewed" } else { "issued" });
-                tracing::info!(domains, directory = self.order.acme.directory, "the certificate is {issued}");
-                if let Err(error) = self.storage.save_certificate(text.clone()).await {
-                    tracing::error!(domains, "the certificate is used, but cannot be stored: {error}");
-                    self.unsaved = Some(text.clone());
-                }
-                // Whatever the dates and the authority say, the next order waits.
-                let lifetime_s = (certificate.not_after_s - self.now_s()).max(0);
-                (self.failures, self.retry_at_s) = (0, self.now_s().saturating_add((lifetime_s / 100).max(1)));
-                self.use_certificate(text, certificate);
-                self.storage.end_order().await;
-                self.order.metrics.issued();
-                Duration::ZERO
-            }
-            Err(why) => {
-                let pause = retry_after(self.failures).mul_f64(0.75 + fastrand::f64() * 0.25);
-                self.failures = self.failures.saturating_add(1);
-                self.retry_at_s = self.now_s().saturating_add(pause.as_secs().cast_signed());
-                self.storage.pause_orders(self.retry_at_s).await;
-                self.order.metrics.failed();
-                let effect = match &self.stored {
-                    Some(_) => "the old one stays in use",
-                    None => "handshakes for its names fail",
-                };
-                let (domains, retry_s) = (self.names(), pause.as_secs());
-                tracing::warn!(domains, retry_s, "no certificate was issued: {why}; {effect}");
-                pause.min(PAUSE_MAX)
-            }
+            Ok(issued) => self.order_succeeded(issued).await,
+            Err(why) => self.order_failed(&why).await,
         }
+    }
+
+    async fn order_succeeded(&mut self, issued: IssuedCertificate) -> Duration {
+        let (domains, directory) = (self.names(), &self.order.acme.directory);
+        tracing::info!(domains, directory, renewed = self.in_use.is_some(), "a certificate was issued");
+        // The next order waits, even if the dates or the authority say that it is due at once.
+        let lifetime_s = (issued.certificate.not_after_s - self.now_s()).max(0);
+        (self.failures, self.retry_at_s) = (0, self.now_s().saturating_add((lifetime_s / 100).max(1)));
+        self.use_certificate(issued);
+        self.save().await;
+        self.storage.end_order().await;
+        self.order.metrics.issued();
+        Duration::ZERO
+    }
+
+    async fn order_failed(&mut self, why: &str) -> Duration {
+        let pause = retry_after(self.failures).mul_f64(0.75 + fastrand::f64() * 0.25);
+        self.failures = self.failures.saturating_add(1);
+        self.retry_at_s = self.now_s().saturating_add(pause.as_secs().cast_signed());
+        self.storage.pause_orders(self.retry_at_s).await;
+        self.order.metrics.failed();
+        let effect = match &self.in_use {
+            Some(_) => "the old one stays in use",
+            None => "handshakes for its names fail",
+        };
+        let (domains, retry_s) = (self.names(), pause.as_secs());
+        tracing::warn!(domains, retry_s, "no certificate was issued: {why}; {effect}");
+        pause.min(PAUSE_MAX)
     }
 
     /// How long the next order waits; `None`: it is due.
     fn time_to_order(&self) -> Option<Duration> {
-        let due_s = self.stored.as_ref().map_or(0, |stored| renewal_time(stored, self.suggestion.as_ref()));
-        let wait_s = due_s.max(self.retry_at_s) - self.now_s();
+        let renewal = |in_use: &IssuedCertificate| renewal_time(&in_use.certificate, self.suggestion.as_ref());
+        let wait_s = self.in_use.as_ref().map_or(0, renewal).max(self.retry_at_s) - self.now_s();
         (wait_s > 0).then(|| Duration::from_secs(wait_s.unsigned_abs()))
     }
 
-    /// Stores the certificate in use, if that has failed before.
-    async fn save_again(&mut self) {
-        if let Some(text) = self.unsaved.take()
-            && self.storage.save_certificate(text.clone()).await.is_err()
-        {
-            self.unsaved = Some(text);
-        }
+    /// Stores the certificate in use. A failure is repeated later.
+    async fn save(&mut self) {
+        let Some(in_use) = &self.in_use else { return };
+        let saved = self.storage.save_certificate(in_use.text.clone()).await;
+        self.is_unsaved = saved.is_err();
+        self.log_storage(saved.as_ref().err());
     }
 
     /// Asks the authority when it suggests to renew the certificate, if it is time to ask.
     async fn ask_for_suggestion(&mut self) {
-        let Some(stored) = &self.stored else { return };
-        if self.suggestion.as_ref().is_some_and(|known| self.now_s() < known.valid_until_s) {
+        let Some(IssuedCertificate { certificate, .. }) = &self.in_use else { return };
+        let now_s = self.now_s();
+        if self.suggestion.as_ref().is_some_and(|known| now_s < known.valid_until_s) {
             return;
         }
-        let own = renewal_time(stored, None);
-        let asked = match identifier(&stored.certificate) {
-            Some(id) => timeout(POLL_TIMEOUT, self.suggested_window(&id)).await.ok().flatten(),
+        let asked = match identifier(certificate) {
+            Some(id) => timeout(POLL_TIMEOUT, self.suggested_time(&id)).await.ok().flatten(),
             None => None,
         };
-        let (renew_at_s, valid_for) = match asked {
-            // A random time of the window, so that not all certificates are renewed at once.
-            Some((start_s, end_s, valid_for)) => {
-                (start_s + (fastrand::f64() * (end_s - start_s) as f64) as i64, valid_for)
-            }
-            None => (own, SUGGESTION_PERIOD),
-        };
-        let valid_for_s = valid_for.clamp(PAUSE_MAX, 4 * SUGGESTION_PERIOD).as_secs().cast_signed();
-        self.suggestion = Some(Suggestion { renew_at_s, valid_until_s: self.now_s().saturating_add(valid_for_s) });
+        let (renew_at_s, valid_for) = asked.unwrap_or((renewal_time(certificate, None), SUGGESTION_PERIOD));
+        let [least, most] = SUGGESTION_PERIODS;
+        let valid_for_s = valid_for.clamp(least, most).as_secs().cast_signed();
+        self.suggestion = Some(Suggestion { renew_at_s, valid_until_s: now_s.saturating_add(valid_for_s) });
     }
 
-    /// Beginning and end of the window in Unix seconds, and how long to use them. `None`: the authority has no suggestions, or
-    /// cannot be reached.
-    async fn suggested_window(&self, id: &CertificateIdentifier<'_>) -> Option<(i64, i64, Duration)> {
+    /// A random time of the suggested window, so that not all certificates are renewed at once, in Unix seconds, and how long to
+    /// use it. `None`: the authority has no suggestions, or cannot be reached.
+    async fn suggested_time(&self, id: &CertificateIdentifier<'_>) -> Option<(i64, Duration)> {
         let account = self.account().await.ok()?;
         let (info, valid_for) = account.renewal_info(id).await.ok()?;
-        let window = info.suggested_window;
-        Some((window.start.unix_timestamp(), window.end.unix_timestamp(), valid_for))
+        let (start_s, end_s) =
+            (info.suggested_window.start.unix_timestamp(), info.suggested_window.end.unix_timestamp());
+        Some((start_s + fastrand::i64(0..=(end_s - start_s).max(0)), valid_for))
     }
 
     /// The account at the authority; a new one if there is none yet.
@@ -297,9 +301,8 @@ impl Orderer {
         Ok(account)
     }
 
-    /// Orders the certificate. Returns it with its key as PEM. An error says why there is none. `tokens`: of the challenges that
-    /// were published.
-    async fn order_certificate(&self, tokens: &mut Vec<String>) -> Result<(String, Certificate), String> {
+    /// Orders the certificate. An error says why there is none. `tokens`: of the challenges that were published.
+    async fn order_certificate(&self, tokens: &mut Vec<String>) -> Result<IssuedCertificate, String> {
         let acme = &self.order.acme;
         let account = self.account().await?;
         let identifiers: Vec<Identifier> = acme.domains.iter().cloned().map(Identifier::Dns).collect();
@@ -321,7 +324,7 @@ impl Orderer {
         let certificate = Certificate::parse(&self.names(), text.as_bytes())?;
         match acme.domains.iter().find(|domain| !certificate.dns_names.contains(domain)) {
             Some(missing) => Err(format!("the certificate that was issued lacks the name `{missing}`")),
-            None => Ok((text, certificate)),
+            None => Ok(IssuedCertificate { text, certificate }),
         }
     }
 
@@ -364,8 +367,8 @@ impl Orderer {
 }
 
 /// When a certificate is renewed, Unix seconds.
-fn renewal_time(stored: &Stored, suggestion: Option<&Suggestion>) -> i64 {
-    let Certificate { not_before_s, not_after_s, .. } = stored.certificate;
+fn renewal_time(certificate: &Certificate, suggestion: Option<&Suggestion>) -> i64 {
+    let Certificate { not_before_s, not_after_s, .. } = *certificate;
     let lifetime_s = not_after_s - not_before_s;
     let own = not_before_s + lifetime_s / 3 * 2;
     suggestion.map_or(own, |suggestion| suggestion.renew_at_s.min(not_after_s - lifetime_s / 10))

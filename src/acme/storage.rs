@@ -3,6 +3,7 @@
 //! In the store, a gateway claims an order before it begins it, so that one of them orders the certificate. It publishes the
 //! challenges there, because the authority may ask any of the gateways.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt as _;
@@ -68,6 +69,8 @@ struct StoredChallenge {
 pub struct ChallengeObserver {
     pub challenges: Arc<PendingChallenges>,
     pub changed: Arc<Notify>,
+    /// Of the challenges of the store.
+    pub tokens: BTreeSet<String>,
 }
 
 impl Storage {
@@ -143,8 +146,9 @@ impl Storage {
         }
     }
 
-    /// Claims the order for as long as it may take. `false`: another gateway has claimed it.
-    pub async fn begin_order(&self, now_s: i64, limit: Duration) -> Result<bool, String> {
+    /// Claims the order for as long as it may take, and removes challenges that an order for the same names has left behind. `false`:
+    /// another gateway has claimed it.
+    pub async fn begin_order(&self, domains: &[String], now_s: i64, limit: Duration) -> Result<bool, String> {
         let Place::Shared(shared) = &self.place else { return Ok(true) };
         let name = shared.claim_name();
         let current = shared.map.get(&name);
@@ -157,7 +161,13 @@ impl Storage {
         let claim = Claim { claimant: shared.claimant.clone(), until_s };
         let text = serde_json::to_string(&claim).map_err(|error| error.to_string())?;
         let changed = shared.change(&name, Some(text), precondition).await?;
-        Ok(matches!(changed, Changed::Changed { .. }))
+        if !matches!(changed, Changed::Changed { .. }) {
+            return Ok(false);
+        }
+        for token in shared.tokens_for(domains) {
+            self.withdraw(&token).await;
+        }
+        Ok(true)
     }
 
     /// Keeps the order claimed after a failure, so that another gateway does not try before this one does again.
@@ -202,6 +212,16 @@ impl SharedOrder {
         format!("order/{}", self.order)
     }
 
+    /// The tokens of the challenges for these names.
+    fn tokens_for(&self, domains: &[String]) -> Vec<String> {
+        let copy = self.map.lock();
+        let challenges = copy.entries.iter().filter_map(|(name, entry)| {
+            let challenge: StoredChallenge = serde_json::from_str(&entry.text).ok()?;
+            Some((name.strip_prefix(CHALLENGE)?, challenge.domain))
+        });
+        challenges.filter(|(_, domain)| domains.contains(domain)).map(|(token, _)| token.to_owned()).collect()
+    }
+
     async fn change(&self, name: &str, text: Option<String>, precondition: Precondition) -> Result<Changed, String> {
         match self.map.change(name, text, precondition).await {
             Ok(Changed::Away) => Err(String::from("the store has lost its data, which a gateway refills")),
@@ -212,13 +232,17 @@ impl SharedOrder {
 }
 
 impl ChallengeObserver {
-    fn set(&self, name: &str, text: Option<&str>) {
+    fn set(&mut self, name: &str, text: Option<&str>) {
         let Some(token) = name.strip_prefix(CHALLENGE) else { return };
         match text.and_then(|text| serde_json::from_str::<StoredChallenge>(text).ok()) {
             Some(StoredChallenge { domain, key_authorization }) => {
+                self.tokens.insert(token.to_owned());
                 self.challenges.add(Challenge { domain, token: token.to_owned(), key_authorization });
             }
-            None => self.challenges.remove(token),
+            None => {
+                self.tokens.remove(token);
+                self.challenges.remove(token);
+            }
         }
     }
 }
@@ -226,7 +250,10 @@ impl ChallengeObserver {
 impl MapObserver for ChallengeObserver {
     fn updated(&mut self, update: Update<'_>, _copy: &MapCopy) {
         match update {
-            Update::All(entries) => entries.iter().for_each(|(name, entry)| self.set(name, Some(&entry.text))),
+            Update::All(entries) => {
+                std::mem::take(&mut self.tokens).iter().for_each(|token| self.challenges.remove(token));
+                entries.iter().for_each(|(name, entry)| self.set(name, Some(&entry.text)));
+            }
             Update::Changes(changes) => {
                 changes.iter().for_each(|change| self.set(&change.name, change.text.as_deref()));
             }

@@ -1,5 +1,6 @@
 //! The threads that order certificates over ACME, one for each `acme` of a listener.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -32,9 +33,19 @@ pub struct OrderedCertificates {
     threads: Vec<OrderThread>,
 }
 
+/// What an order depends on: a thread continues while it stays.
+#[derive(Clone, PartialEq)]
+struct OrderSettings {
+    acme: Acme,
+    /// Of an order with `storage = "shared"`.
+    store: Option<StoreConfig>,
+    /// Whether there is a listener without TLS.
+    has_http: bool,
+}
+
 /// A thread that orders. It ends when this is dropped.
 struct OrderThread {
-    settings: (Acme, Option<StoreConfig>, bool),
+    settings: OrderSettings,
     live: Arc<LiveCertificate>,
     stop: oneshot::Sender<()>,
     thread: JoinHandle<()>,
@@ -51,7 +62,7 @@ impl OrderedCertificates {
     /// What handshakes use under a configuration: the certificates of the same orders, and of former orders for a name meanwhile.
     pub fn live(&self, listen: &Listen) -> Vec<Option<Arc<LiveCertificate>>> {
         let live = |acme: &Acme| {
-            let same = self.threads.iter().find(|former| former.settings.0 == *acme);
+            let same = self.threads.iter().find(|former| former.settings.acme == *acme);
             same.map_or_else(|| self.new_live(acme), |same| Arc::clone(&same.live))
         };
         listen.tls_listeners().map(|https| https.acme.as_ref().map(live)).collect()
@@ -75,7 +86,7 @@ impl OrderedCertificates {
         for (https, live) in config.listen.tls_listeners().zip(&live) {
             let (Some(acme), Some(live)) = (&https.acme, live) else { continue };
             let store = config.counters.shared.clone().filter(|_| acme.storage == AcmeStorage::Shared);
-            let settings = (acme.clone(), store, !config.listen.http.is_empty());
+            let settings = OrderSettings { acme: acme.clone(), store, has_http: !config.listen.http.is_empty() };
             match former.iter().position(|running| running.settings == settings) {
                 Some(same) => self.threads.push(former.swap_remove(same)),
                 None => self.threads.push(self.start(settings, live, registry, clock)?),
@@ -89,12 +100,12 @@ impl OrderedCertificates {
     /// Waits until the thread has read the stored certificate, for a moment.
     fn start(
         &self,
-        settings: (Acme, Option<StoreConfig>, bool),
+        settings: OrderSettings,
         live: &Arc<LiveCertificate>,
         registry: &Arc<Registry>,
         clock: &Clock,
     ) -> Result<OrderThread, StartError> {
-        let (acme, store, has_http) = settings.clone();
+        let OrderSettings { acme, store, has_http } = settings.clone();
         let order = CertificateOrder {
             metrics: AcmeMetrics::new(registry, &acme.domains[0]),
             live: Arc::clone(live),
@@ -111,7 +122,11 @@ impl OrderedCertificates {
                     let (follower, map) = MapFollower::new(&store, MAP, MapCopy::default(), order.clock.clone());
                     let changed = Arc::<Notify>::default();
                     let storage = Storage::shared(map, &order.acme, Arc::clone(&changed));
-                    let mut observer = ChallengeObserver { challenges: Arc::clone(&order.challenges), changed };
+                    let mut observer = ChallengeObserver {
+                        challenges: Arc::clone(&order.challenges),
+                        changed,
+                        tokens: BTreeSet::new(),
+                    };
                     let (_stop_following, following) = oneshot::channel();
                     tokio::select! {
                         () = follower.run(&mut observer, following) => {}

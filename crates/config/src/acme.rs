@@ -3,8 +3,6 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-use http::uri::PathAndQuery;
-
 use super::RouteId;
 use super::certificate::PEM_FILE;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, suggest_ca};
@@ -26,9 +24,9 @@ const DIRECTORY_EXAMPLE: &str = "\"https://acme-v02.api.letsencrypt.org/director
 const STORAGE_FIX: &str = "write `storage = \"/var/lib/transom/acme\"`, or `storage = \"shared\"` for several gateways";
 /// Most names of a certificate, as at Let's Encrypt.
 const DOMAINS_MAX: usize = 100;
-pub const FIX: &str = "write `acme = { domains = [\"api.example.com\"], storage = \"/var/lib/transom/acme\" }`";
+const FIX: &str = "write `acme = { domains = [\"api.example.com\"], storage = \"/var/lib/transom/acme\" }`";
 /// The name of the route that answers challenges, a label of metrics.
-pub const ROUTE: &str = "acme-challenge";
+const ROUTE: &str = "acme-challenge";
 /// The path of HTTP-01 challenges (RFC 8555, section 8.3).
 const CHALLENGE_PATH: &str = "/.well-known/acme-challenge/{token}";
 
@@ -70,11 +68,9 @@ pub struct Acme {
     /// In lower case; the first names the certificate.
     pub domains: Vec<String>,
     pub email: Option<String>,
-    /// The URL of the directory.
+    /// The URL of the directory, and its server.
     pub directory: String,
     pub server: Server,
-    /// Path and query of the directory.
-    pub target: PathAndQuery,
     /// For `https`; the authority may have other resources on other servers.
     pub tls: Option<ClientTls>,
     pub profile: Option<String>,
@@ -85,9 +81,9 @@ pub struct Acme {
 
 impl PartialEq for Acme {
     fn eq(&self, other: &Acme) -> bool {
-        let settings =
-            |acme: &Acme| (acme.domains.clone(), acme.email.clone(), acme.directory.clone(), acme.profile.clone());
-        settings(self) == settings(other) && self.tls == other.tls && self.storage == other.storage
+        let Acme { domains, email, directory, server: _, tls, profile, storage, span: _ } = self;
+        (domains, email, directory) == (&other.domains, &other.email, &other.directory)
+            && (tls, profile, storage) == (&other.tls, &other.profile, &other.storage)
     }
 }
 
@@ -104,7 +100,7 @@ fn read_acme(item: &Item, report: &mut Report) -> Option<Option<Acme>> {
         text: LETS_ENCRYPT.to_owned(),
         span: item.key_span.clone(),
     });
-    let (server, target) = report.accept(directory.span.clone(), parse_directory(&directory.text))?;
+    let server = report.accept(directory.span.clone(), parse_directory(&directory.text))?;
     let tls = match server.scheme {
         Scheme::Https => {
             let tls = ClientTlsSettings { ca: settings.ca.clone(), ..ClientTlsSettings::default() };
@@ -118,7 +114,6 @@ fn read_acme(item: &Item, report: &mut Report) -> Option<Option<Acme>> {
         domains: Some(settings.domains).filter(|domains| !domains.is_empty())?,
         directory: directory.text,
         server,
-        target,
         tls,
         storage: settings.storage?,
         span: item.key_span.clone(),
@@ -126,15 +121,15 @@ fn read_acme(item: &Item, report: &mut Report) -> Option<Option<Acme>> {
 }
 
 /// Parses the URL of a directory. Without TLS, anyone on the way could exchange the certificate.
-fn parse_directory(url: &str) -> Parsed<(Server, PathAndQuery)> {
-    let (server, target) = parse_url(url, "a directory", DIRECTORY_EXAMPLE)?;
+fn parse_directory(url: &str) -> Parsed<Server> {
+    let (server, _target) = parse_url(url, "a directory", DIRECTORY_EXAMPLE)?;
     let is_loopback = server.host == "localhost" || server.host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
     if server.scheme == Scheme::Http && !is_loopback {
         let message = format!("{} has no TLS: anyone on the way could replace the certificate", quoted(url));
         let rest = url.trim_start_matches("http://");
         return Err((message, format!("write `\"https://{rest}\"`; `http` is for loopback addresses")));
     }
-    Ok((server, target))
+    Ok(server)
 }
 
 fn read_domains(item: &Item, report: &mut Report) -> Option<Vec<String>> {
