@@ -211,19 +211,22 @@ fn a_failed_order_leaves_the_certificate_in_use() {
 fn an_account_that_cannot_be_stored_is_not_registered_twice() {
     let https = free_port();
     let pebble = Pebble::start(1, https, 3600, "0");
-    // Not a folder.
-    let parent = pebble.scratch.write("parent", "");
+    let storage = pebble.scratch.path().join("acme");
+    let port = pebble.directory.rsplit_once(':').unwrap().1.trim_end_matches("/dir");
+    // The draft of the account cannot be written.
+    let draft = storage.join(format!("account-127.0.0.1-{port}.json.new"));
+    fs::create_dir_all(&draft).unwrap();
     let toml = format!(
         "[listen]\nadmin = \"127.0.0.1:0\"\n[listen.https]\naddress = \"127.0.0.1:{https}\"\n{}{ROUTE}",
-        pebble.toml(&["stored.gateway.test"], &parent.join("acme").display().to_string())
+        pebble.toml(&["stored.gateway.test"], &storage.display().to_string())
     );
     let gateway = Gateway::start_at(&toml, now_s());
     eventually_within(Duration::from_secs(60), "the order fails", || orders(&gateway, "failed") == 1);
-    fs::remove_file(&parent).unwrap();
+    fs::remove_dir(&draft).unwrap();
     gateway.advance_s(60);
     eventually_within(Duration::from_secs(90), "the certificate is issued", || orders(&gateway, "issued") == 1);
     assert_eq!(pebble.get(gateway.https_addresses()[0], "stored.gateway.test").as_deref(), Some("200"));
-    assert_eq!(fs::read_dir(parent.join("acme")).unwrap().count(), 2, "account and certificate");
+    assert_eq!(fs::read_dir(&storage).unwrap().count(), 2, "account and certificate");
     let log = fs::read_to_string(pebble.scratch.path().join("log")).unwrap();
     assert!(log.contains("There are now 1 accounts in memory") && !log.contains("There are now 2 accounts"), "{log}");
 }
