@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::gateway::{Gateway, Named, NamedFile, Section, Value, table, table_name, unused_name};
 use crate::rate::Window;
 use crate::source::{Effect, ImportError};
-use crate::tree::{Entry, Node, read_all};
+use crate::tree::{Entry, Node, read_all, translated};
 use crate::{Files, Translated};
 
 /// The port of the service.
@@ -38,12 +38,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
         let entries = importer.denied.iter().map(|address| format!("[[deny]]\nnetwork = \"{address}\"\n"));
         gateway.files.push(NamedFile { name: "access.toml", text: entries.collect::<Vec<_>>().join("\n") });
     }
-    let (mut total, mut translated) = (0, 0);
-    for document in &documents {
-        document.note_unread(&mut gateway, Effect::LeftOut);
-        document.count(&mut total, &mut translated);
-    }
-    Ok(Translated { gateway, total, translated })
+    Ok(translated(&documents, gateway))
 }
 
 #[derive(Default)]

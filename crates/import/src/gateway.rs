@@ -88,6 +88,38 @@ impl Section {
         }
     }
 
+    /// Whether a route limits requests, or refuses some.
+    pub fn restricts(&self) -> bool {
+        ["rules", "allow", "respond"].iter().any(|name| self.get(name).is_some())
+    }
+
+    /// The prefix of the path that is replaced, and by what.
+    pub fn prefix_change(&self) -> Option<(&str, &str)> {
+        match (self.get("strip_prefix"), self.get("replace_prefix")) {
+            (Some(Value::Text(from)), _) => Some((from, "/")),
+            (_, Some(Value::Table(change))) => match &change[..] {
+                [(_, Value::Text(from)), (_, Value::Text(to))] => Some((from, to)),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// `request_headers` or `response_headers`, unless nothing is changed.
+    pub fn change_fields(&mut self, setting: &str, remove: Vec<Value>, set: Vec<(String, Value)>) {
+        let changes = [("remove", Value::List(remove)), ("set", Value::Table(set))];
+        let is_any = |(_, value): &(&str, Value)| match value {
+            Value::List(list) => !list.is_empty(),
+            Value::Table(settings) => !settings.is_empty(),
+            _ => true,
+        };
+        let changes: Vec<(String, Value)> =
+            changes.into_iter().filter(is_any).map(|(name, value)| (name.to_owned(), value)).collect();
+        if !changes.is_empty() {
+            self.set(setting, Value::Table(changes));
+        }
+    }
+
     /// Responds instead of forwarding.
     pub fn close(&mut self, status: u64) {
         self.settings.retain(|(name, _)| ["name", "rules"].contains(&name.as_str()));

@@ -7,7 +7,7 @@ use crate::network::{Network, difference};
 use crate::path::{literal, of_regex, prefix, segments};
 use crate::rate::{Rate, duration_text, windows};
 use crate::source::{Effect, ImportError};
-use crate::tree::{Entry, Node, read_all};
+use crate::tree::{Entry, Node, nothing_in, read_all, translated};
 use crate::{Files, Translated};
 
 const PREFIX: &str = "nginx.ingress.kubernetes.io/";
@@ -37,9 +37,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     let (ingresses, others): (Vec<&Node>, Vec<&Node>) =
         objects.iter().copied().partition(|object| object.text_of("kind") == Some("Ingress"));
     if ingresses.is_empty() {
-        let position = documents.first().map(|document| document.position.clone());
-        let (message, fix) = ("there is no Ingress", "name files with objects of `kind: Ingress`");
-        return Err(ImportError { position, message: message.to_owned(), fix: fix.to_owned() });
+        return Err(nothing_in(&documents, "there is no Ingress", "name files with objects of `kind: Ingress`"));
     }
     let mut importer = Importer { gateway: Gateway::default(), others };
     importer.gateway.listen.set("http", "0.0.0.0:80");
@@ -50,13 +48,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     for ingress in &ingresses {
         importer.ingress(ingress);
     }
-    let mut gateway = importer.gateway;
-    let (mut total, mut translated) = (0, 0);
-    for ingress in ingresses {
-        ingress.note_unread(&mut gateway, Effect::LeftOut);
-        ingress.count(&mut total, &mut translated);
-    }
-    Ok(Translated { gateway, total, translated })
+    Ok(translated(ingresses, importer.gateway))
 }
 
 struct Importer<'d> {
@@ -85,9 +77,10 @@ impl<'d> Annotations<'d> {
         self.text(name) == Some("true")
     }
 
-    fn networks(&self, names: [&str; 2]) -> Option<Vec<Network>> {
-        let text = names.iter().find_map(|name| self.text(name))?;
-        Some(text.split(',').filter_map(|network| Network::parse(network.trim())).collect())
+    /// The networks of a list; `None` for entries that are none.
+    fn networks(&self, names: [&str; 2]) -> Option<(&'d Entry, Vec<Option<Network>>)> {
+        let entry = names.iter().find_map(|name| self.entry(name))?;
+        Some((entry, entry.node.text()?.split(',').map(|network| Network::parse(network.trim())).collect()))
     }
 }
 
@@ -168,7 +161,18 @@ impl<'d> Importer<'d> {
         let patterns = match kind {
             Some("Exact") if !is_regex => vec![literal(path)],
             _ if is_regex => match of_regex(&anchored) {
-                Some((patterns, _)) => patterns,
+                Some((mut patterns, further)) => {
+                    let restricts = section.restricts();
+                    if restricts {
+                        patterns.extend(further);
+                    }
+                    if path.bytes().any(|byte| byte.is_ascii_alphabetic()) {
+                        let effect = if restricts { Effect::NotEnforced } else { Effect::Differs };
+                        let text = format!("`{path}`: ingress-nginx ignores the case of paths; the route does not");
+                        section.comment(self.gateway.placed_note(effect, &node.position, text));
+                    }
+                    patterns
+                }
                 None => {
                     let why = "routes cannot express this regular expression";
                     node.setting("path")
@@ -221,7 +225,9 @@ impl<'d> Importer<'d> {
     /// A rule for each annotation that limits, as ingress-nginx has a zone for each.
     fn limits(&mut self, annotations: &Annotations, name: &str) -> Vec<String> {
         let multiplier = annotations.number("limit-burst-multiplier").unwrap_or(BURST_MULTIPLIER);
-        let exempt = annotations.networks(["limit-allowlist", "limit-whitelist"]).unwrap_or_default();
+        let exempt =
+            annotations.networks(["limit-allowlist", "limit-whitelist"]).map_or(Vec::new(), |(_, networks)| networks);
+        let exempt: Vec<Network> = exempt.into_iter().flatten().collect();
         let mut rules = Vec::new();
         for (annotation, period_ms, suffix) in [
             ("limit-rps", 1000, "per-second"),
@@ -266,8 +272,24 @@ impl<'d> Importer<'d> {
         let allowed = annotations.networks(["whitelist-source-range", "allowlist-source-range"]);
         let denied = annotations.networks(["denylist-source-range", "blacklist-source-range"]);
         if allowed.is_some() || denied.is_some() {
-            let mut left = allowed.unwrap_or(Network::ALL.to_vec());
-            denied.into_iter().flatten().for_each(|network| left = difference(&left, &network));
+            let mut left = match allowed {
+                None => Network::ALL.to_vec(),
+                Some((entry, networks)) => {
+                    if networks.contains(&None) {
+                        let why = "an entry is no network, and is not admitted";
+                        entry.note_at(&mut self.gateway, section, Effect::Stricter, why);
+                    }
+                    networks.into_iter().flatten().collect()
+                }
+            };
+            if let Some((entry, networks)) = denied {
+                if networks.contains(&None) {
+                    let why = "an entry is no network: the route is closed";
+                    entry.note_at(&mut self.gateway, section, Effect::Stricter, why);
+                    left.clear();
+                }
+                networks.iter().flatten().for_each(|network| left = difference(&left, network));
+            }
             left.sort();
             match left.is_empty() {
                 true => section.close(403),

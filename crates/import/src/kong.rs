@@ -10,10 +10,10 @@ use transom_limiter::secret_digest::Digest;
 
 use crate::gateway::{Gateway, Named, NamedFile, Route, Section, Value, one_or_list, table, table_name, unused_name};
 use crate::network::{Network, difference};
-use crate::path::{literal, of_regex, segments};
+use crate::path::{literal, of_regex, prefix, segments, within_segment};
 use crate::rate::{Window, duration_text, period_text};
 use crate::source::{Effect, ImportError};
-use crate::tree::{Entry, Node, read_all};
+use crate::tree::{Entry, Node, nothing_in, read_all, translated};
 use crate::{Files, Translated};
 
 /// Where Kong listens unless kong.conf says otherwise.
@@ -47,9 +47,11 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     let lists = |name: &str| -> Vec<&Node> { documents.iter().flat_map(|document| document.list_of(name)).collect() };
     let (services, routes) = (lists("services"), lists("routes"));
     if services.is_empty() && routes.is_empty() {
-        let position = documents.first().map(|document| document.position.clone());
-        let (message, fix) = ("there are no `services`", "name a declarative configuration, such as kong.yml");
-        return Err(ImportError { position, message: message.to_owned(), fix: fix.to_owned() });
+        return Err(nothing_in(
+            &documents,
+            "there are no `services`",
+            "name a declarative configuration, such as kong.yml",
+        ));
     }
     for document in &documents {
         document.ignore(&["_format_version", "_transform", "_info"]);
@@ -60,6 +62,9 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
         upstreams: lists("upstreams"),
         consumers: lists("consumers"),
         groups: lists("consumer_groups"),
+        acls: lists("acls"),
+        credentials: lists("keyauth_credentials"),
+        upstream_names: BTreeMap::new(),
         key_fields: Vec::new(),
         rules: BTreeMap::new(),
     };
@@ -70,19 +75,16 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
             importer.route(route, Some(service));
         }
     }
-    for route in routes {
-        let name = route.get("service").and_then(|service| service.text().or_else(|| service.text_of("name")));
-        let service = services.iter().find(|service| name.is_some() && service.text_of("name") == name);
+    for &route in &routes {
+        let reference = route.get("service");
+        let service = services.iter().find(|service| reference.is_some_and(|reference| refers(reference, service)));
         importer.route(route, service.copied());
     }
+    let nested = services.iter().flat_map(|service| service.list_of("routes"));
+    let owners: Vec<&Node> = nested.chain(routes).chain(services.iter().copied()).collect();
+    importer.note_plugins_of_consumers(&owners);
     importer.add_clients();
-    let mut gateway = importer.gateway;
-    let (mut total, mut translated) = (0, 0);
-    for document in &documents {
-        document.note_unread(&mut gateway, Effect::LeftOut);
-        document.count(&mut total, &mut translated);
-    }
-    Ok(Translated { gateway, total, translated })
+    Ok(translated(&documents, importer.gateway))
 }
 
 struct Importer<'d> {
@@ -92,6 +94,10 @@ struct Importer<'d> {
     upstreams: Vec<&'d Node>,
     consumers: Vec<&'d Node>,
     groups: Vec<&'d Node>,
+    acls: Vec<&'d Node>,
+    credentials: Vec<&'d Node>,
+    /// By the address of the service, and whether the client's Host is sent.
+    upstream_names: BTreeMap<(*const Node, bool), String>,
     /// Where clients send their keys.
     key_fields: Vec<String>,
     /// The rule of each plugin, by its address.
@@ -105,15 +111,52 @@ struct Admission {
     clients: Option<Vec<String>>,
 }
 
+/// Whether a reference, by name or by id, names an object.
+fn refers(reference: &Node, object: &Node) -> bool {
+    let keys = ["id", "name", "username", "custom_id"];
+    let texts = reference.text().into_iter().chain(keys.iter().filter_map(|key| reference.text_of(key)));
+    { texts }.any(|text| keys.iter().any(|key| object.text_of(key) == Some(text)))
+}
+
+/// Whether a plugin names an object; `None` if it names none of this kind.
+fn plugin_refers(plugin: &Node, key: &str, object: Option<&Node>) -> Option<bool> {
+    plugin.get(key).map(|reference| object.is_some_and(|object| refers(reference, object)))
+}
+
+fn is_enabled(node: &Node) -> bool {
+    node.bool_of("enabled") != Some(false)
+}
+
+fn is_limiting(plugin: &Node) -> bool {
+    is_enabled(plugin) && plugin.text_of("name").is_some_and(|name| LIMITING.contains(&name))
+}
+
+/// Whether a plugin applies to single consumers only.
+fn is_of_consumer(plugin: &Node) -> bool {
+    plugin.get("consumer").is_some() || plugin.get("consumer_group").is_some()
+}
+
+/// Whether a value is stored elsewhere.
+fn is_stored_elsewhere(value: &str) -> bool {
+    value.starts_with("{vault") || value.contains("${{")
+}
+
 impl<'d> Importer<'d> {
     fn route(&mut self, route: &'d Node, service: Option<&'d Node>) {
+        if let Some(service) = service.filter(|service| !is_enabled(service)) {
+            if let Some(entry) = service.setting("enabled") {
+                entry.note(&mut self.gateway, Effect::LeftOut, "the service has no routes");
+            }
+            service.mark_read();
+            return route.mark_read();
+        }
         let name = route.text_of("name").unwrap_or("");
         let mut section = Section::default();
         section.comment(format!("Route {name} ({})", route.position).replace("  ", " "));
         let plugins = self.plugins_of(route, service);
         match service {
             Some(service) => {
-                let upstream = self.upstream(service, route.bool_of("preserve_host") == Some(true), &mut section);
+                let upstream = self.upstream(service, route.bool_of("preserve_host") == Some(true));
                 section.set("upstream", upstream);
             }
             None => section.set("respond", table([("status", 503.into())])),
@@ -130,33 +173,32 @@ impl<'d> Importer<'d> {
 
     /// The plugins of a route: of each name, the one that is attached most closely.
     fn plugins_of(&self, route: &'d Node, service: Option<&'d Node>) -> Vec<(&'d str, &'d Node)> {
-        let refers = |plugin: &Node, key: &str, node: Option<&Node>| {
-            let named = plugin.get(key).and_then(|named| named.text().or_else(|| named.text_of("name")));
-            named.map(|name| node.and_then(|node| node.text_of("name")) == Some(name))
-        };
         let own = route.list_of("plugins").iter();
         let of_service = service.map_or(&[][..], |service| service.list_of("plugins")).iter();
         let top = |rank: usize| {
             self.plugins.iter().copied().filter(move |plugin| {
-                let of_consumer = plugin.get("consumer").is_some() || plugin.get("consumer_group").is_some();
-                let refs = (refers(plugin, "route", Some(route)), refers(plugin, "service", service));
+                let refs = (plugin_refers(plugin, "route", Some(route)), plugin_refers(plugin, "service", service));
                 let found = match refs {
                     (Some(true), None | Some(true)) => 0,
                     (None, Some(true)) => 1,
                     (None, None) => 2,
                     _ => usize::MAX,
                 };
-                !of_consumer && found == rank
+                found == rank
             })
         };
+        let all = own.chain(top(0)).chain(of_service).chain(top(1)).chain(top(2));
         let mut plugins: Vec<(&str, &Node)> = Vec::new();
-        for plugin in own.chain(top(0)).chain(of_service).chain(top(1)).chain(top(2)) {
+        for plugin in all.filter(|plugin| !is_of_consumer(plugin)) {
+            if !is_enabled(plugin) {
+                plugin.mark_read();
+                continue;
+            }
             let Some(name) = plugin.text_of("name") else { continue };
             if plugins.iter().all(|(known, _)| *known != name) {
                 plugins.push((name, plugin));
             }
         }
-        plugins.retain(|(_, plugin)| plugin.bool_of("enabled") != Some(false));
         plugins
     }
 
@@ -183,7 +225,7 @@ impl<'d> Importer<'d> {
                     rules.extend(rule);
                 }
                 "acl" => self.set_acl(config, is_known, &mut admission, plugin, section),
-                "ip-restriction" => set_networks(config, &mut admission),
+                "ip-restriction" => set_networks(config, &mut admission, section, &mut self.gateway),
                 "request-size-limiting" => {
                     let size = config.number_of("allowed_payload_size").unwrap_or(128);
                     let unit = match config.text_of("size_unit") {
@@ -311,18 +353,31 @@ impl<'d> Importer<'d> {
         let mut windows = Vec::new();
         if name == "rate-limiting" {
             for (period, ms) in PERIODS {
-                if let Some(limit) = config.number_of(period).filter(|limit| *limit > 0) {
-                    // A month of the calendar.
-                    windows.push(match ms {
-                        0 => format!("{limit}/month").into(),
-                        ms => Window::plain(limit, ms).value(),
-                    });
-                }
+                let Some(entry) = config.setting(period) else { continue };
+                let Some(limit) = entry.node.text().and_then(|text| text.parse().ok()).filter(|limit| *limit > 0)
+                else {
+                    entry.note(&mut self.gateway, Effect::NotEnforced, "it is no number above 0");
+                    continue;
+                };
+                // A month of the calendar.
+                windows.push(match ms {
+                    0 => format!("{limit}/month").into(),
+                    ms => Window::plain(limit, ms).value(),
+                });
             }
         } else {
             let is_sliding = config.text_of("window_type") != Some("fixed");
-            for (limit, size) in config.texts_of("limit").iter().zip(config.texts_of("window_size")) {
-                let (Ok(limit), Ok(seconds)) = (limit.parse::<u64>(), size.parse::<u64>()) else { continue };
+            let (limits, sizes) = (config.texts_of("limit"), config.texts_of("window_size"));
+            if limits.len() != sizes.len() {
+                let text = format!("`{name}` has {} limits and {} windows", limits.len(), sizes.len());
+                self.gateway.note(Effect::NotEnforced, &plugin.position, text);
+            }
+            for (limit, size) in limits.iter().zip(sizes) {
+                let (Ok(limit), Ok(seconds)) = (limit.parse::<u64>(), size.parse::<u64>()) else {
+                    let text = format!("`{name}`: the limit `{limit}` for `{size}` seconds is no pair of numbers");
+                    self.gateway.note(Effect::NotEnforced, &plugin.position, text);
+                    continue;
+                };
                 let period = period_text(seconds.max(1) * 1000);
                 windows.push(match is_sliding {
                     true => table([("limit", limit.into()), ("period", period.into()), ("sliding", true.into())]),
@@ -404,7 +459,7 @@ impl<'d> Importer<'d> {
         ]);
     }
 
-    /// A rule that limits nobody, but refuses requests without a known key.
+    /// A rule without limits, which refuses requests without a known key.
     fn rule_for_known_clients(&mut self) -> String {
         let name = "known-clients";
         if self.gateway.rules.iter().all(|rule| rule.name != name) {
@@ -440,10 +495,18 @@ impl<'d> Importer<'d> {
             admission.clients = Some(Vec::new());
             return;
         }
-        let in_group = |consumer: &Node, groups: &[&str]| {
-            consumer.list_of("acls").iter().any(|acl| acl.text_of("group").is_some_and(|group| groups.contains(&group)))
+        let is_unknown = denied.iter().any(|group| is_stored_elsewhere(group));
+        if let Some(entry) = config.setting("deny").or_else(|| config.setting("blacklist")).filter(|_| is_unknown) {
+            let why = "a group is stored elsewhere: the route is closed";
+            entry.note_at(&mut self.gateway, section, Effect::Stricter, why);
+            admission.clients = Some(Vec::new());
+            return;
+        }
+        let in_group = |consumer: &&'d Node, groups: &[&str]| {
+            let acls = of_consumer(consumer, "acls", &self.acls);
+            { acls }.any(|acl| acl.text_of("group").is_some_and(|group| groups.contains(&group)))
         };
-        let is_admitted = |consumer: &&&Node| match allowed.is_empty() {
+        let is_admitted = |consumer: &&&'d Node| match allowed.is_empty() {
             true => !in_group(consumer, &denied),
             false => in_group(consumer, &allowed),
         };
@@ -468,7 +531,11 @@ impl<'d> Importer<'d> {
         }
     }
 
-    fn upstream(&mut self, service: &'d Node, preserve_host: bool, section: &mut Section) -> String {
+    fn upstream(&mut self, service: &'d Node, preserve_host: bool) -> String {
+        let id = (std::ptr::from_ref(service), preserve_host);
+        if let Some(name) = self.upstream_names.get(&id) {
+            return name.clone();
+        }
         let url = service.text_of("url").map(str::to_owned).unwrap_or_else(|| {
             let text = |key: &str, default: &str| service.text_of(key).unwrap_or(default).to_owned();
             let port = service.text_of("port").map_or_else(String::new, |port| format!(":{port}"));
@@ -479,13 +546,6 @@ impl<'d> Importer<'d> {
         let host = authority.split(':').next().unwrap_or(authority);
         let name = table_name(service.text_of("name").unwrap_or(host));
         let wanted = if preserve_host { None } else { Some(Value::from("server")) };
-        let known = |upstream: &&Named| {
-            (upstream.name == name || upstream.name.strip_prefix(&name).is_some_and(|rest| rest.starts_with('-')))
-                && upstream.section.get("host") == wanted.as_ref()
-        };
-        if let Some(known) = self.gateway.upstreams.iter().find(known) {
-            return known.name.clone();
-        }
         let mut upstream = Section::default();
         upstream.comment(format!("Service {name} ({})", service.position));
         let server_scheme = if ["https", "grpcs", "tls"].contains(&scheme) { "https" } else { "http" };
@@ -541,10 +601,8 @@ impl<'d> Importer<'d> {
         if let Some(retries) = service.number_of("retries").filter(|retries| *retries < 2) {
             upstream.set("retries", if retries == 0 { false.into() } else { table([("attempts", retries.into())]) });
         }
-        if service.bool_of("enabled") == Some(false) {
-            section.comment("Left out: the service is not enabled.");
-        }
         let name = unused_name(&name, &self.gateway.upstreams);
+        self.upstream_names.insert(id, name.clone());
         self.gateway.upstreams.push(Named { name: name.clone(), section: upstream, ..Named::default() });
         name
     }
@@ -600,7 +658,7 @@ impl<'d> Importer<'d> {
             let patterns = match regex {
                 Some(regex) => {
                     let anchored = format!("^{}", regex.trim_start_matches('^'));
-                    let Some((patterns, _)) = of_regex(&anchored) else {
+                    let Some((mut patterns, further)) = of_regex(&anchored) else {
                         let text = format!("the path `{path}`: routes cannot express this regular expression");
                         self.gateway.note(Effect::NotEnforced, &route.position, text);
                         continue;
@@ -608,8 +666,12 @@ impl<'d> Importer<'d> {
                     if strips && section.get("upstream").is_some() {
                         section.comment("Differs: the matched part of the path is not removed.");
                     }
+                    if section.restricts() {
+                        patterns.extend(further);
+                    }
                     patterns
                 }
+                None if section.restricts() => prefix(path),
                 None => {
                     if !path.ends_with('/') {
                         let text = format!(
@@ -620,21 +682,37 @@ impl<'d> Importer<'d> {
                     segments(path)
                 }
             };
-            if section.get("upstream").is_some() && regex.is_none() {
-                set_path(&mut section, path, strips, target_path.as_deref());
-            }
             for (index, headers) in headers.iter().enumerate() {
                 for (at, pattern) in patterns.iter().enumerate() {
-                    let mut section = section.clone();
+                    let (mut section, mut pattern) = (section.clone(), pattern.clone());
+                    if section.get("upstream").is_some() && regex.is_none() {
+                        set_path(&mut section, &mut pattern, path, strips, target_path.as_deref());
+                    }
                     if index + at > 0 {
                         section.comments.clear();
                     }
                     let methods = route.texts_of("methods").iter().map(|method| method.to_uppercase()).collect();
-                    let (hosts, path, headers) = (hosts.clone(), pattern.clone(), headers.clone());
+                    let (hosts, path, headers) = (hosts.clone(), pattern, headers.clone());
                     self.gateway
                         .add_route(Route { hosts, path, methods, headers, scheme: None, section }, &route.position);
                 }
             }
+        }
+    }
+
+    /// A plan applies to all routes.
+    fn note_plugins_of_consumers(&mut self, routes: &[&'d Node]) {
+        let nested = routes.iter().flat_map(|node| node.list_of("plugins"));
+        let top = self.plugins.iter().copied();
+        let top = top.filter(|plugin| plugin.get("route").is_some() || plugin.get("service").is_some());
+        let plugins: Vec<&Node> =
+            nested.chain(top).filter(|plugin| is_enabled(plugin) && is_of_consumer(plugin)).collect();
+        for plugin in plugins {
+            if let Some(entry) = plugin.setting("name") {
+                let why = "the gateway has no plugins of a consumer on single routes";
+                entry.note(&mut self.gateway, Effect::NotEnforced, why);
+            }
+            plugin.mark_read();
         }
     }
 
@@ -669,7 +747,7 @@ impl<'d> Importer<'d> {
             };
             text.push_str(&format!("\n[clients.{name}]\nplan     = \"{plan}\"\napi_keys = ["));
             let mut keys = Vec::new();
-            for credential in consumer.list_of("keyauth_credentials") {
+            for credential in of_consumer(consumer, "keyauth_credentials", &self.credentials) {
                 let Some(key) = credential.setting("key") else {
                     self.gateway.note(
                         Effect::Stricter,
@@ -679,7 +757,7 @@ impl<'d> Importer<'d> {
                     continue;
                 };
                 let value = key.node.text().unwrap_or_default();
-                if value.starts_with("{vault") || value.contains("${{") {
+                if is_stored_elsewhere(value) {
                     let why = "the key is stored elsewhere: add it with `transom clients add`";
                     self.gateway.note(Effect::Stricter, &credential.position, format!("a key of `{name}`: {why}"));
                     continue;
@@ -713,31 +791,23 @@ impl<'d> Importer<'d> {
 
     /// The limits of a plugin on the consumer, or on its group.
     fn windows_of_consumer(&mut self, consumer: &'d Node) -> Option<Vec<Value>> {
-        let username = consumer.text_of("username");
-        let is_limiting = |plugin: &&'d Node| plugin.text_of("name").is_some_and(|name| LIMITING.contains(&name));
-        let names = |node: &'d Node, key: &str| -> Option<&'d str> {
-            node.get(key)
-                .and_then(|named| named.text().or_else(|| named.text_of("name")).or_else(|| named.text_of("username")))
-        };
-        let own = consumer.list_of("plugins").iter().find(is_limiting);
-        let top = || {
-            let is_his = |plugin: &&&'d Node| names(plugin, "consumer").is_some_and(|name| Some(name) == username);
-            self.plugins.iter().filter(is_his).find(|plugin| is_limiting(plugin)).copied()
+        let is_named = |node: &Node, key: &str, object: &Node| plugin_refers(node, key, Some(object)) == Some(true);
+        let own = consumer.list_of("plugins").iter().find(|plugin| is_limiting(plugin));
+        // Those of a consumer on a single route or service are no plan.
+        let of_all_routes = |plugin: &Node| plugin.get("route").is_none() && plugin.get("service").is_none();
+        let top = |key: &str, object: &Node| {
+            let mut plugins = self.plugins.iter().copied().filter(|plugin| is_named(plugin, key, object));
+            plugins.find(|plugin| is_limiting(plugin) && of_all_routes(plugin))
         };
         let of_group = || {
-            let groups: Vec<&str> =
-                consumer.list_of("groups").iter().filter_map(|group| group.text_of("name").or(group.text())).collect();
             let is_member = |group: &&&'d Node| {
-                group.text_of("name").is_some_and(|name| groups.contains(&name))
-                    || group
-                        .list_of("consumers")
-                        .iter()
-                        .any(|member| member.text().or_else(|| member.text_of("username")) == username)
+                consumer.list_of("groups").iter().any(|reference| refers(reference, group))
+                    || group.list_of("consumers").iter().any(|member| refers(member, consumer))
             };
             let group = self.groups.iter().find(is_member)?;
-            group.list_of("plugins").iter().find(is_limiting)
+            group.list_of("plugins").iter().find(|plugin| is_limiting(plugin)).or_else(|| top("consumer_group", group))
         };
-        let plugin = own.or_else(top).or_else(of_group)?;
+        let plugin = own.or_else(|| top("consumer", consumer)).or_else(of_group)?;
         let name = plugin.text_of("name")?;
         let config = plugin.get("config")?;
         let windows = self.windows(config, name, plugin)?;
@@ -757,6 +827,13 @@ impl<'d> Importer<'d> {
     }
 }
 
+/// What belongs to a consumer: below it, or at the top level with a reference to it.
+fn of_consumer<'d>(consumer: &'d Node, key: &str, top: &[&'d Node]) -> impl Iterator<Item = &'d Node> {
+    let is_its = |node: &&'d Node| plugin_refers(node, "consumer", Some(consumer)) == Some(true);
+    let top: Vec<&Node> = top.iter().copied().filter(is_its).collect();
+    consumer.list_of(key).iter().chain(top)
+}
+
 fn client_name(consumer: &Node) -> Option<String> {
     consumer.text_of("username").or_else(|| consumer.text_of("custom_id")).map(table_name)
 }
@@ -770,8 +847,12 @@ fn target_path(service: &Node) -> Option<String> {
     path.map(|path| path.trim_end_matches('/').to_owned()).filter(|path| !path.is_empty())
 }
 
-fn set_path(section: &mut Section, path: &str, strips: bool, target: Option<&str>) {
+fn set_path(section: &mut Section, pattern: &mut String, path: &str, strips: bool, target: Option<&str>) {
     let from = path.trim_end_matches('/');
+    if strips && let Some((named, to)) = within_segment(pattern, from, &format!("{}/", target.unwrap_or(""))) {
+        *pattern = named;
+        return section.set("rewrite", to);
+    }
     match (strips && !from.is_empty(), target) {
         (false, None) => {}
         (true, None) => section.set("strip_prefix", literal(from)),
@@ -797,16 +878,29 @@ fn set_timeouts(section: &mut Section, service: &Node) {
     }
 }
 
-fn set_networks(config: &Node, admission: &mut Admission) {
-    let networks = |names: [&str; 2]| -> Vec<Network> {
-        names.iter().flat_map(|name| config.texts_of(name)).filter_map(Network::parse).collect()
-    };
+fn set_networks(config: &Node, admission: &mut Admission, section: &mut Section, gateway: &mut Gateway) {
+    let lists = |names: [&'static str; 2]| names.iter().filter_map(|name| config.setting(name)).collect::<Vec<_>>();
+    let (allow, deny) = (lists(["allow", "whitelist"]), lists(["deny", "blacklist"]));
     config.settings();
-    let (allowed, denied) = (networks(["allow", "whitelist"]), networks(["deny", "blacklist"]));
+    let networks = |list: &[&Entry]| -> Vec<Option<Network>> {
+        list.iter().flat_map(|entry| entry.node.items()).map(|item| Network::parse(item.text()?)).collect()
+    };
+    let (allowed, denied) = (networks(&allow), networks(&deny));
+    for (list, networks, why) in [
+        (&allow, &allowed, "an entry is no network, and is not admitted"),
+        (&deny, &denied, "an entry is no network: the route is closed"),
+    ] {
+        if let Some(entry) = list.first().filter(|_| networks.contains(&None)) {
+            entry.note_at(gateway, section, Effect::Stricter, why);
+        }
+    }
     // A list whose entries cannot be read, such as references to secrets, admits no one.
-    let has_list = ["allow", "whitelist"].iter().any(|name| !config.texts_of(name).is_empty());
-    let mut left = if has_list { allowed } else { Network::ALL.to_vec() };
-    denied.iter().for_each(|network| left = difference(&left, network));
+    let mut left = match (denied.contains(&None), allowed.is_empty()) {
+        (true, _) => Vec::new(),
+        (false, true) => Network::ALL.to_vec(),
+        (false, false) => allowed.into_iter().flatten().collect(),
+    };
+    denied.iter().flatten().for_each(|network| left = difference(&left, network));
     left.sort();
     admission.networks = Some(left.iter().map(ToString::to_string).collect());
 }

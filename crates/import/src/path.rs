@@ -23,10 +23,22 @@ pub fn segments(prefix: &str) -> Vec<String> {
 pub fn prefix(prefix: &str) -> Vec<String> {
     let mut patterns = segments(prefix);
     if !prefix.ends_with('/') {
-        let within = literal(prefix);
-        patterns.extend([format!("{within}*"), format!("{within}*/{REST}")]);
+        patterns.extend(within(&literal(prefix)));
     }
     patterns
+}
+
+/// Patterns of the paths that go on within the last segment of a pattern.
+fn within(pattern: &str) -> [String; 2] {
+    [format!("{pattern}*"), format!("{pattern}*/{REST}")]
+}
+
+/// For a pattern of paths that go on within the last segment of `from`: the pattern with a name for this part, and the path in which
+/// `to` replaces the text `from`.
+pub fn within_segment(pattern: &str, from: &str, to: &str) -> Option<(String, String)> {
+    let from = literal(from);
+    let rest = pattern.strip_prefix(&from)?.strip_prefix('*')?;
+    Some((format!("{from}{{more}}{rest}"), format!("{}{{more}}{rest}", literal(to))))
 }
 
 /// Whether all paths that match `inner` match `outer`, too.
@@ -43,10 +55,96 @@ pub fn covers(outer: &str, inner: &str) -> bool {
     }
 }
 
+/// What two patterns both match.
+#[derive(PartialEq, Eq, Debug)]
+pub enum Common {
+    Nothing,
+    Pattern(String),
+    /// No single pattern matches it, if it is anything.
+    Unknown,
+}
+
+pub fn common(one: &str, other: &str) -> Common {
+    let (mut both, mut is_known) = (Vec::new(), true);
+    let (mut ones, mut others) = (one.split('/').peekable(), other.split('/').peekable());
+    loop {
+        let (one, other) = match (ones.next(), others.next()) {
+            (None, None) => break,
+            (Some(one), Some(other)) => (one, other),
+            _ => return Common::Nothing,
+        };
+        if Segment::of(one) == Segment::Rest {
+            both.extend([other].into_iter().chain(others));
+            break;
+        }
+        if Segment::of(other) == Segment::Rest {
+            both.extend([one].into_iter().chain(ones));
+            break;
+        }
+        match common_segment(one, other) {
+            Some(Some(segment)) => both.push(segment),
+            Some(None) => is_known = false,
+            None => return Common::Nothing,
+        }
+    }
+    if is_known { Common::Pattern(both.join("/")) } else { Common::Unknown }
+}
+
+/// Whether the router takes the first pattern for paths that match both.
+pub fn precedes(one: &str, other: &str) -> bool {
+    let difference = one.split('/').zip(other.split('/')).map(|(one, other)| (Segment::of(one), Segment::of(other)));
+    { difference }.find(|(one, other)| one != other).is_some_and(|(one, other)| one < other)
+}
+
+/// A kind of segments. The router tries them in this order.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Segment {
+    Literal,
+    /// With a `*` in it.
+    Partial,
+    Parameter,
+    Rest,
+}
+
+impl Segment {
+    fn of(text: &str) -> Segment {
+        match text {
+            text if text.starts_with("{*") => Segment::Rest,
+            text if text.starts_with('{') => Segment::Parameter,
+            text if text.contains('*') => Segment::Partial,
+            _ => Segment::Literal,
+        }
+    }
+}
+
+/// The segment that matches what both match, or none if there is no such segment; `None` if nothing matches both.
+fn common_segment<'s>(one: &'s str, other: &'s str) -> Option<Option<&'s str>> {
+    if one == other {
+        return Some(Some(one));
+    }
+    let (narrow, wide) = if Segment::of(one) <= Segment::of(other) { (one, other) } else { (other, one) };
+    match (Segment::of(narrow), Segment::of(wide)) {
+        (Segment::Literal, Segment::Literal) => None,
+        (_, Segment::Parameter | Segment::Rest) => (!narrow.is_empty()).then_some(Some(narrow)),
+        (kind, _) => {
+            let ends = |text: &'s str| Some((text.split_once('*')?.0, text.rsplit_once('*')?.1));
+            let (first, last) = ends(narrow).unwrap_or((narrow, narrow));
+            let (start, end) = ends(wide)?;
+            let is_possible = (first.starts_with(start) || start.starts_with(first) && kind == Segment::Partial)
+                && (last.ends_with(end) || end.ends_with(last) && kind == Segment::Partial);
+            let is_exact = kind == Segment::Literal && wide.matches('*').count() == 1;
+            match is_exact {
+                true => (is_possible && narrow.len() > start.len() + end.len()).then_some(Some(narrow)),
+                false => is_possible.then_some(None),
+            }
+        }
+    }
+}
+
 /// The patterns that match the same paths as a regular expression; `None` if no patterns do. The expression may consist of literals,
 /// alternatives in parentheses, `[^/]+`, and at its end `$`, `(/|$)`, or what matches all. One that ends within a
-/// segment matches further paths: `/apis` beside `/api`; the second value says so.
-pub fn of_regex(regex: &str) -> Option<(Vec<String>, bool)> {
+/// segment matches further paths, such as `/apis` beside `/api`: the second value has their patterns.
+pub fn of_regex(regex: &str) -> Option<(Vec<String>, Vec<String>)> {
     let rest = regex.strip_prefix('^')?;
     let (rest, end) = split_end(rest);
     let mut paths = vec![String::new()];
@@ -83,13 +181,14 @@ pub fn of_regex(regex: &str) -> Option<(Vec<String>, bool)> {
     if paths.iter().any(|path| !path.starts_with('/')) {
         return None;
     }
-    let ends_in_segment = end == End::Anything && paths.iter().any(|path| !path.ends_with('/'));
+    let in_segment = paths.iter().filter(|path| end == End::Anything && !path.ends_with(['/', '*', '}']));
+    let further = in_segment.flat_map(|path| within(path)).collect();
     let patterns = paths.into_iter().flat_map(|path| match end {
         End::Here => vec![path],
         End::Segment | End::Anything if !path.ends_with('/') => vec![path.clone(), format!("{path}/{REST}")],
         End::Segment | End::Anything => vec![format!("{path}{REST}")],
     });
-    Some((patterns.collect(), ends_in_segment))
+    Some((patterns.collect(), further))
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -155,8 +254,9 @@ mod tests {
         let patterns = |regex: &str| of_regex(regex).map(|(patterns, _)| patterns.join(" ")).unwrap_or_default();
         assert_eq!(patterns("^/api/"), "/api/{*rest}");
         assert_eq!(patterns("^/api"), "/api /api/{*rest}");
-        assert_eq!(of_regex("^/api").map(|(_, more)| more), Some(true));
-        assert_eq!(of_regex("^/api/.*$").map(|(_, more)| more), Some(false));
+        let further = |regex: &str| of_regex(regex).map(|(_, further)| further.join(" "));
+        assert_eq!(further("^/api").as_deref(), Some("/api* /api*/{*rest}"));
+        assert_eq!([further("^/api/.*$"), further("^/u/[^/]+")], [Some(String::new()), Some(String::new())]);
         assert_eq!(patterns("^/(users|orders)/([^/]+)$"), "/users/{p1} /orders/{p1}");
         assert_eq!(patterns("^/a\\.b(/|$)(.*)"), "/a.b /a.b/{*rest}");
         assert_eq!(patterns("^/v[0-9]+/"), "");
@@ -165,6 +265,30 @@ mod tests {
         assert_eq!(patterns("^/a(b)?$"), "");
         assert_eq!(patterns("^/static/[^/]+\\.(css|js)$"), "/static/*.css /static/*.js");
         assert_eq!(patterns("^/x[^/]+[^/]+$"), "");
+    }
+
+    #[test]
+    fn patterns_have_paths_in_common() {
+        let pattern = |one, other| match common(one, other) {
+            Common::Pattern(pattern) => pattern,
+            other => format!("{other:?}"),
+        };
+        for (one, other, both) in [
+            ("/api/{p1}/admin", "/api/v1/{*rest}", "/api/v1/admin"),
+            ("/api/{p1}/admin", "/api/v1/{p1}", "/api/v1/admin"),
+            ("/api/{p1}/admin", "/web/{*rest}", "Nothing"),
+            ("/api/{p1}", "/api/", "Nothing"),
+            ("/a/*.css", "/a/x.css", "/a/x.css"),
+            ("/a/*.css", "/a/.css", "Nothing"),
+            ("/a/*.css", "/a/*.js", "Nothing"),
+            ("/a/*.css", "/a/x*", "Unknown"),
+            ("/a/{p1}", "/a/x*", "/a/x*"),
+            ("/a", "/a/{*rest}", "Nothing"),
+        ] {
+            assert_eq!((pattern(one, other), pattern(other, one)), (both.to_owned(), both.to_owned()));
+        }
+        assert!(precedes("/api/v1/{*rest}", "/api/{p1}/admin") && !precedes("/api/{p1}/admin", "/api/v1/{*rest}"));
+        assert!(!precedes("/a/{p1}", "/a/{p2}"));
     }
 
     #[test]

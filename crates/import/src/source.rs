@@ -57,7 +57,7 @@ impl fmt::Display for ImportError {
 pub enum Effect {
     /// A limit or an access rule is missing: the gateway admits more.
     NotEnforced,
-    /// Left out; it limits nobody.
+    /// Left out; it limits no requests.
     LeftOut,
     /// Translated, and the gateway admits less.
     Stricter,

@@ -1,14 +1,15 @@
 //! Imports the dynamic configuration of Traefik, in YAML or TOML: routers, services and middlewares of HTTP. Entry points and their
 //! trusted addresses are taken from the static configuration, if it is among the files.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use crate::gateway::{Gateway, Named, Route, Section, Value, one_or_list, table, table_name, unused_name};
-use crate::path::{covers, literal};
+use crate::path::{covers, literal, within_segment};
 use crate::rate::{Rate, Window, windows};
 use crate::source::{Effect, ImportError};
 use crate::traefik_rule::{Alternative, parse};
-use crate::tree::{Entry, Node, read_all};
+use crate::tree::{Entry, Node, nothing_in, read_all, translated};
 use crate::{Files, Translated};
 
 /// Middlewares that require credentials which the gateway does not check.
@@ -23,18 +24,36 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     };
     let routers = settings("routers");
     if routers.is_empty() {
-        let position = documents.first().map(|document| document.position.clone());
-        let (message, fix) = ("there are no `http.routers`", "name the files of the dynamic configuration");
-        return Err(ImportError { position, message: message.to_owned(), fix: fix.to_owned() });
+        return Err(nothing_in(
+            &documents,
+            "there are no `http.routers`",
+            "name the files of the dynamic configuration",
+        ));
     }
     let mut importer = Importer {
         gateway: Gateway::default(),
         services: settings("services"),
         middlewares: settings("middlewares"),
         rules: Vec::new(),
+        upstream_names: BTreeMap::new(),
+        point_middlewares: Vec::new(),
+        strategy: None,
     };
-    importer.entry_points(&documents);
-    for router in routers {
+    let points: Vec<&Entry> =
+        documents.iter().filter_map(|document| document.get("entryPoints")).flat_map(Node::settings).collect();
+    let main = main_point(&points, &routers);
+    let (served, others): (Vec<&Entry>, Vec<&Entry>) =
+        routers.into_iter().partition(|router| main.is_none_or(|main| serves(router, &points, main)));
+    importer.entry_points(&points, main, &served);
+    for router in others {
+        router.node.mark_read();
+        let why = format!(
+            "routes apply to all addresses: import the routers of other entry points than {} alone",
+            main.unwrap_or_default()
+        );
+        router.note(&mut importer.gateway, Effect::LeftOut, &why);
+    }
+    for router in served {
         importer.router(router);
     }
     for other in ["tcp", "udp"] {
@@ -42,13 +61,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
             entry.note(&mut importer.gateway, Effect::LeftOut, "the gateway forwards HTTP only");
         }
     }
-    let mut gateway = importer.gateway;
-    let (mut total, mut translated) = (0, 0);
-    for document in &documents {
-        document.note_unread(&mut gateway, Effect::LeftOut);
-        document.count(&mut total, &mut translated);
-    }
-    Ok(Translated { gateway, total, translated })
+    Ok(translated(&documents, importer.gateway))
 }
 
 struct Importer<'d> {
@@ -57,6 +70,43 @@ struct Importer<'d> {
     middlewares: Vec<&'d Entry>,
     /// The rule of each middleware, and how many routers use it.
     rules: Vec<(String, String, usize)>,
+    /// By the name of the service.
+    upstream_names: BTreeMap<String, String>,
+    /// The middlewares of the entry point.
+    point_middlewares: Vec<&'d str>,
+    /// How middlewares find the client: by the place in `X-Forwarded-For`, or without trusted addresses.
+    strategy: Option<Option<u64>>,
+}
+
+/// Where the gateway listens while the certificates of the entry point are elsewhere.
+const LOOPBACK: &str = "127.0.0.1:8080";
+
+/// Whether requests to an entry point reach a router. One that names none has the default ones.
+fn serves(router: &Entry, points: &[&Entry], name: &str) -> bool {
+    let named = router.node.texts_of("entryPoints");
+    let is_default = |point: &Entry| point.node.bool_of("asDefault") == Some(true);
+    match named.is_empty() {
+        false => named.contains(&name),
+        true => {
+            !points.iter().any(|point| is_default(point))
+                || points.iter().any(|point| point.key == name && is_default(point))
+        }
+    }
+}
+
+/// The entry point of most routers; `None` if neither entry points nor routers name any.
+fn main_point<'d>(points: &[&'d Entry], routers: &[&'d Entry]) -> Option<&'d str> {
+    let of_routers = routers.iter().flat_map(|router| router.node.texts_of("entryPoints"));
+    let names: Vec<&str> = points.iter().map(|point| point.key.as_str()).chain(of_routers).collect();
+    let count = |name: &str| routers.iter().filter(|router| serves(router, points, name)).count();
+    // The first of several.
+    names.into_iter().rev().max_by_key(|name| count(name))
+}
+
+/// Settings of an entry point that apply to all requests there.
+fn settings_of(point: &Node) -> [Vec<&str>; 3] {
+    let texts = |section: &str, name: &str| point.get(section).map_or(Vec::new(), |section| section.texts_of(name));
+    [texts("http", "middlewares"), texts("forwardedHeaders", "trustedIPs"), texts("proxyProtocol", "trustedIPs")]
 }
 
 /// A name without its provider, such as `@file`.
@@ -65,33 +115,72 @@ fn plain(name: &str) -> &str {
 }
 
 impl<'d> Importer<'d> {
-    fn entry_points(&mut self, documents: &'d [Node]) {
+    /// Listens at the entry point, and at others that have the same settings and routers.
+    fn entry_points(&mut self, points: &[&'d Entry], main: Option<&str>, routers: &[&'d Entry]) {
         let mut addresses = Vec::new();
-        for point in documents.iter().filter_map(|document| document.get("entryPoints")).flat_map(Node::settings) {
-            if let Some(tls) = point.node.at(&["http"]).and_then(|http| http.setting("tls")) {
-                tls.note(&mut self.gateway, Effect::LeftOut, "write the certificates to [listen.https]");
+        let main = points.iter().find(|point| Some(point.key.as_str()) == main);
+        let settings = main.map_or(<[Vec<&str>; 3]>::default(), |main| settings_of(&main.node));
+        let of_main = main.map(|main| main.key.as_str());
+        for point in points {
+            let node = &point.node;
+            let is_main = Some(point.key.as_str()) == of_main;
+            if !is_main
+                && (settings_of(node) != settings || !routers.iter().all(|router| serves(router, points, &point.key)))
+            {
+                node.mark_read();
+                let why = "routes apply to all addresses, and not all routers and settings are those of this one";
+                point.note(&mut self.gateway, Effect::LeftOut, why);
                 continue;
             }
-            if let Some(address) = point.node.text_of("address") {
+            node.setting("asDefault");
+            if let Some(tls) = node.get("http").and_then(|http| http.setting("tls")) {
+                tls.note(&mut self.gateway, Effect::LeftOut, "write the certificates to [listen.https]");
+                if is_main {
+                    self.gateway.listen.comment("Without the certificates, the gateway listens here without TLS.");
+                    addresses.push(LOOPBACK.to_owned());
+                }
+                continue;
+            }
+            if let Some(address) = node.text_of("address") {
                 let address = address.split('/').next().unwrap_or(address);
                 addresses.push(if address.starts_with(':') { format!("0.0.0.0{address}") } else { address.to_owned() });
             }
-            for proxy in
-                point.node.get("forwardedHeaders").map_or(Vec::new(), |forwarded| forwarded.texts_of("trustedIPs"))
-            {
-                self.gateway.listen.push("trusted_proxies", proxy);
-            }
-            for balancer in
-                point.node.get("proxyProtocol").map_or(Vec::new(), |protocol| protocol.texts_of("trustedIPs"))
-            {
-                self.gateway.listen.push("proxy_protocol", balancer);
-            }
         }
+        let [middlewares, proxies, balancers] = settings;
+        self.point_middlewares = middlewares;
+        proxies.into_iter().for_each(|proxy| self.gateway.listen.push("trusted_proxies", proxy));
+        balancers.into_iter().for_each(|balancer| self.gateway.listen.push("proxy_protocol", balancer));
         if addresses.is_empty() {
             self.gateway.listen.comment("The entry points are in the static configuration of Traefik.");
             addresses.push("0.0.0.0:80".to_owned());
         }
         self.gateway.listen.settings.insert(0, ("http".to_owned(), one_or_list(addresses)));
+    }
+
+    /// Whether the gateway finds the client as an `ipStrategy` does. The first one decides for all.
+    fn fits(&mut self, strategy: &Node) -> bool {
+        let excluded = strategy.texts_of("excludedIPs");
+        let depth = strategy.number_of("depth").filter(|depth| *depth > 0);
+        if depth.is_none() && excluded.is_empty() {
+            return true;
+        }
+        let trusted = match self.gateway.listen.get("trusted_proxies") {
+            Some(Value::List(trusted)) => trusted,
+            _ => return false,
+        };
+        let is_excluded = |proxy: &Value| excluded.iter().any(|excluded| *proxy == (*excluded).into());
+        let is_possible = match depth {
+            Some(depth) => depth <= 32,
+            None => trusted.len() == excluded.len() && trusted.iter().all(is_excluded),
+        };
+        if !is_possible || self.strategy.is_some_and(|known| known != depth) {
+            return false;
+        }
+        self.strategy = Some(depth);
+        if let Some(depth) = depth {
+            self.gateway.listen.set("trusted_hops", depth);
+        }
+        true
     }
 
     fn router(&mut self, router: &'d Entry) {
@@ -112,7 +201,7 @@ impl<'d> Importer<'d> {
                 return;
             }
         };
-        node.ignore(&["entryPoints", "ruleSyntax", "observability"]);
+        node.ignore(&["ruleSyntax", "observability"]);
         if let Some(priority) = node.setting("priority") {
             let why = "the most specific route precedes others";
             priority.note_at(&mut self.gateway, &mut section, Effect::Differs, why);
@@ -133,7 +222,8 @@ impl<'d> Importer<'d> {
             None => section.set("respond", table([("status", 503.into())])),
         }
         let mut applied = Applied::default();
-        self.apply(&node.texts_of("middlewares"), router, &mut section, &mut applied, 0);
+        let middlewares = [self.point_middlewares.clone(), node.texts_of("middlewares")].concat();
+        self.apply(&middlewares, router, &mut section, &mut applied, 0);
         if !applied.rules.is_empty() {
             let place = section.settings.iter().position(|(name, _)| name == "upstream").map_or(0, |place| place + 1);
             section.settings.insert(place, ("rules".to_owned(), applied.rules.clone().into()));
@@ -144,21 +234,24 @@ impl<'d> Importer<'d> {
     }
 
     fn add_routes(&mut self, router: &Entry, alternative: Alternative, section: &Section, applied: &Applied) {
-        let Alternative { hosts, paths, methods, headers, prefixes } = alternative;
+        let Alternative { hosts, mut paths, methods, headers, within } = alternative;
         let mut section = section.clone();
-        for prefix in prefixes {
-            let text =
-                format!("`{prefix}`: Traefik matches all paths that begin so, such as `{prefix}x`; the route does not");
-            section.comment(self.gateway.placed_note(Effect::Differs, &router.node.position, text));
+        if !section.restricts() {
+            for path in paths.extract_if(.., |path| within.contains(path)).filter(|path| path.ends_with('*')) {
+                let text = format!("Traefik also matches `{path}`; the route does not");
+                section.comment(self.gateway.placed_note(Effect::Differs, &router.node.position, text));
+            }
         }
-        let paths = if paths.is_empty() { vec!["/{*rest}".to_owned()] } else { paths };
-        for (index, path) in paths.into_iter().enumerate() {
+        if paths.is_empty() {
+            paths.push("/{*rest}".to_owned());
+        }
+        for (index, mut path) in paths.into_iter().enumerate() {
             let mut section = section.clone();
             if index > 0 {
                 section.comments.clear();
             }
             if section.get("upstream").is_some() {
-                applied.set_path(&mut section, &path);
+                applied.set_path(&mut section, &mut path);
             }
             let (hosts, methods, headers) = (hosts.clone(), methods.clone(), headers.clone());
             let route = Route { hosts, path, methods, headers, scheme: None, section };
@@ -204,8 +297,22 @@ impl<'d> Importer<'d> {
             "ipAllowList" | "ipWhiteList" => {
                 let ranges: Vec<String> =
                     node.texts_of("sourceRange").iter().map(|range| (*range).to_owned()).collect();
+                let strategy = node.get("ipStrategy");
+                let fits = strategy.is_none_or(|strategy| self.fits(strategy));
                 node.mark_read();
-                match ranges.is_empty() {
+                if !fits {
+                    let why = "the gateway finds the client in another way than `ipStrategy`: the route is closed";
+                    kind.note_at(&mut self.gateway, section, Effect::Stricter, why);
+                } else if self.gateway.listen.get("trusted_proxies").is_some() {
+                    let why = match strategy {
+                        None => {
+                            "Traefik compares the address of the peer, the gateway that of the client behind trusted proxies"
+                        }
+                        Some(_) => "if `X-Forwarded-For` is shorter, the gateway compares the address of the peer",
+                    };
+                    kind.note_at(&mut self.gateway, section, Effect::Differs, why);
+                }
+                match ranges.is_empty() || !fits {
                     true => section.close(403),
                     false if section.get("allow").is_some() => {
                         section.comment("Stricter: two lists of addresses cannot be combined: the route is closed.");
@@ -321,19 +428,22 @@ impl<'d> Importer<'d> {
         {
             section.set("ipv6_prefix", bits);
         }
-        let is_by_field = ["depth", "excludedIPs"].iter().any(|name| strategy.node.setting(name).is_some());
-        if is_by_field && self.gateway.listen.get("trusted_proxies").is_none() {
-            let why =
-                "until `trusted_proxies` of [listen] names the proxies in front, all clients behind them count as one";
-            strategy.note_at(&mut self.gateway, section, Effect::Stricter, why);
+        if !self.fits(&strategy.node) {
+            let (effect, why) = match self.gateway.listen.get("trusted_proxies") {
+                None => (
+                    Effect::Stricter,
+                    "until `trusted_proxies` of [listen] names the proxies in front, all clients behind them count as one",
+                ),
+                Some(_) => (Effect::NotEnforced, "clients count by the address that the gateway finds in another way"),
+            };
+            strategy.note_at(&mut self.gateway, section, effect, why);
         }
     }
 
     fn upstream(&mut self, name: &str) -> Option<String> {
         let name = plain(name);
-        let table = table_name(name);
-        if self.gateway.upstreams.iter().any(|upstream| upstream.name == table) {
-            return Some(table);
+        if let Some(known) = self.upstream_names.get(name) {
+            return Some(known.clone());
         }
         let service = self.services.iter().find(|service| service.key == name).copied()?;
         let mut section = Section::default();
@@ -382,6 +492,8 @@ impl<'d> Importer<'d> {
                 sticky.note_at(&mut self.gateway, &mut section, Effect::LeftOut, why);
             }
         }
+        let table = unused_name(&table_name(name), &self.gateway.upstreams);
+        self.upstream_names.insert(name.to_owned(), table.clone());
         self.gateway.upstreams.push(Named { name: table.clone(), section, ..Named::default() });
         Some(table)
     }
@@ -400,16 +512,7 @@ impl<'d> Importer<'d> {
                     }
                 }
             }
-            let mut changes = Vec::new();
-            if !remove.is_empty() {
-                changes.push(("remove".to_owned(), Value::List(remove)));
-            }
-            if !set.is_empty() {
-                changes.push(("set".to_owned(), Value::Table(set)));
-            }
-            if !changes.is_empty() {
-                section.set(setting, Value::Table(changes));
-            }
+            section.change_fields(setting, remove, set);
         }
     }
 }
@@ -424,10 +527,13 @@ struct Applied {
 }
 
 impl Applied {
-    fn set_path(&self, section: &mut Section, pattern: &str) {
+    fn set_path(&self, section: &mut Section, pattern: &mut String) {
         let matches = |prefix: &&String| {
-            let prefix = literal(prefix.trim_end_matches('/'));
-            pattern == prefix || covers(&format!("{prefix}/{{*rest}}"), pattern)
+            let prefix = prefix.trim_end_matches('/');
+            let text = literal(prefix);
+            *pattern == text
+                || covers(&format!("{text}/{{*rest}}"), pattern)
+                || within_segment(pattern, prefix, "").is_some()
         };
         let strip = self
             .strip
@@ -436,7 +542,12 @@ impl Applied {
             .map(|prefix| prefix.trim_end_matches('/'))
             .filter(|prefix| !prefix.is_empty());
         let add = self.add.as_deref().map(|prefix| prefix.trim_end_matches('/')).filter(|prefix| !prefix.is_empty());
+        let within = strip.and_then(|from| within_segment(pattern, from, &format!("{}/", add.unwrap_or(""))));
         match (&self.replace, strip, add) {
+            (None, ..) if let Some((named, to)) = within => {
+                *pattern = named;
+                section.set("rewrite", to);
+            }
             (Some(path), ..) => section.set("rewrite", literal(path)),
             (None, Some(from), Some(to)) => {
                 section.set("replace_prefix", table([("from", literal(from).into()), ("to", literal(to).into())]));

@@ -1,7 +1,7 @@
 //! The rules of Traefik's routers: matchers with `&&`, `||` and parentheses, as alternatives that routes can express.
 
 use crate::gateway::Value;
-use crate::path::{covers, literal, of_regex, segments};
+use crate::path::{covers, literal, of_regex, prefix};
 
 /// Most alternatives of one rule.
 const ALTERNATIVES_MAX: usize = 64;
@@ -15,8 +15,8 @@ pub struct Alternative {
     pub paths: Vec<String>,
     pub methods: Vec<String>,
     pub headers: Vec<(String, Value)>,
-    /// Prefixes that Traefik also matches within a segment.
-    pub prefixes: Vec<String>,
+    /// Those of `paths` that match how a prefix goes on within a segment.
+    pub within: Vec<String>,
 }
 
 /// The alternatives of a rule, or why routes cannot express it.
@@ -114,18 +114,23 @@ fn matcher(name: &str, arguments: &[&str]) -> Result<Alternative, String> {
             found.paths = arguments.iter().map(|path| literal(path)).collect();
         }
         ("PathPrefix", _) if arguments.iter().all(|path| !path.contains(['{', '*'])) => {
-            found.paths = arguments.iter().flat_map(|path| segments(path)).collect();
-            found.prefixes = owned().into_iter().filter(|path| !path.ends_with('/')).collect();
+            found.paths = arguments.iter().flat_map(|path| prefix(path)).collect();
+            found.within = found.paths.iter().filter(|path| is_within(path)).cloned().collect();
         }
         ("PathRegexp", [regex]) => {
-            let (paths, more) = of_regex(regex).ok_or(format!("routes cannot express `{regex}`"))?;
-            found.paths = paths;
-            found.prefixes = if more { vec![regex.trim_start_matches('^').to_owned()] } else { Vec::new() };
+            let (paths, further) = of_regex(regex).ok_or(format!("routes cannot express `{regex}`"))?;
+            found.paths = [paths, further.clone()].concat();
+            found.within = further;
         }
         ("Header" | "Headers", [field, value]) => found.headers.push((field.to_lowercase(), (*value).into())),
         _ => return Err(format!("routes have no `{name}({})`", arguments.join(", "))),
     }
     Ok(found)
+}
+
+/// Whether a pattern of a prefix has a segment such as `api*`.
+fn is_within(pattern: &str) -> bool {
+    pattern.split('/').any(|segment| segment.ends_with('*'))
 }
 
 impl Alternative {
@@ -157,7 +162,7 @@ impl Alternative {
             paths,
             methods: common(&self.methods, &other.methods, "methods")?,
             headers: [self.headers.clone(), other.headers.clone()].concat(),
-            prefixes: [self.prefixes.clone(), other.prefixes.clone()].concat(),
+            within: [self.within.clone(), other.within.clone()].concat(),
         })
     }
 }

@@ -7,9 +7,9 @@ use std::rc::Rc;
 
 use saphyr_parser::{Event, Parser};
 
-use crate::Files;
 use crate::gateway::{Gateway, Section};
 use crate::source::{Effect, ImportError, Position};
+use crate::{Files, Translated};
 
 /// Most nodes of a document: aliases repeat what they name.
 const NODES_MAX: usize = 200_000;
@@ -167,7 +167,7 @@ impl Node {
         names.iter().filter_map(|name| self.setting(name)).for_each(|entry| entry.node.mark_read());
     }
 
-    /// Notes the settings below that nobody has read. Of a setting with settings, only itself.
+    /// Notes the unread settings below. Of a setting with settings, only itself.
     pub fn note_unread(&self, gateway: &mut Gateway, effect: Effect) {
         match &self.content {
             Content::Text(_) => {}
@@ -207,6 +207,22 @@ impl Node {
             }
         }
     }
+}
+
+/// The error of files without what an importer needs.
+pub fn nothing_in(documents: &[Node], message: &str, fix: &str) -> ImportError {
+    let position = documents.first().map(|document| document.position.clone());
+    ImportError { position, message: message.to_owned(), fix: fix.to_owned() }
+}
+
+/// Notes and counts what was not read.
+pub fn translated<'d>(documents: impl IntoIterator<Item = &'d Node>, mut gateway: Gateway) -> Translated {
+    let (mut total, mut translated) = (0, 0);
+    for document in documents {
+        document.note_unread(&mut gateway, Effect::LeftOut);
+        document.count(&mut total, &mut translated);
+    }
+    Translated { gateway, total, translated }
 }
 
 /// The documents of all files. A file whose name ends with `.toml` is TOML, others are YAML or JSON.

@@ -208,8 +208,13 @@ impl<'d> Variables<'d> {
         let mut exempt = Vec::new();
         let mut counted = Vec::new();
         for (network, value) in entries(networks).filter(|(network, _)| *network != "default") {
-            let Some(parsed) = Network::parse(network) else {
-                plan.stricter.push(format!("`{network}` is no network, and not exempt"));
+            let parsed = Network::parse(network);
+            // A map compares texts, or the bytes of addresses.
+            let is_text = |parsed: &Network| parsed.to_string() == network.to_lowercase() && !network.contains('/');
+            let is_matched = |parsed: &Network| !is_same || is_text(parsed) && !networks.argument().contains("binary");
+            let Some(parsed) = parsed.filter(is_matched) else {
+                let what = if is_same { "the text of an address" } else { "a network" };
+                plan.stricter.push(format!("`{network}` is not {what}, and not exempt"));
                 continue;
             };
             match key_of(value) {

@@ -7,7 +7,7 @@ use super::upstreams::Target;
 use super::{Importer, Scope, directives, duration, heading, note_unread_at, size, size_text, template};
 use crate::gateway::{Route, Section, Value, one_or_list, table};
 use crate::network::{Network, difference, intersection};
-use crate::path::{covers, literal, of_regex, prefix, segments};
+use crate::path::{Common, common, covers, literal, of_regex, precedes, prefix, segments, within_segment};
 use crate::rate::duration_text;
 use crate::source::Effect;
 
@@ -30,19 +30,26 @@ struct Location<'d> {
     section: Section,
 }
 
+/// In the order in which nginx takes them. Of prefixes, it first takes the longest one, of both kinds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     Exact,
     /// `^~`: regular expressions do not precede it.
     Preferred,
-    Prefix,
     Regex,
+    Prefix,
 }
 
-/// Who is admitted.
+impl Location<'_> {
+    fn path(&self) -> &str {
+        self.block.arguments.last().map_or("", String::as_str)
+    }
+}
+
+/// Which addresses are admitted.
 enum Access {
     All,
-    Nobody,
+    Closed,
     Only(Vec<String>),
 }
 
@@ -61,6 +68,8 @@ const OTHER_HANDLERS: [&str; 7] = [
 const AUTHENTICATION: [&str; 4] = ["auth_basic", "auth_request", "auth_jwt", "secure_link"];
 /// Longer lists are those of denied networks.
 const LISTED_NETWORKS: usize = 16;
+/// Most patterns of a location.
+const PATTERNS_MAX: usize = 256;
 /// Longest list of networks in `allow`.
 const NETWORKS_MAX: usize = 256;
 
@@ -80,18 +89,12 @@ impl<'d> Importer<'d> {
         self.collect(server.block.children(), scope, &mut locations);
         remove_unreachable(&mut locations, &mut self.gateway);
         // The more specific location has a pattern that two have, such as `/api/{*rest}`.
-        let rank = |location: &Location| match location.kind {
-            Kind::Exact => (0, 0),
-            Kind::Regex => (1, 0),
-            Kind::Preferred | Kind::Prefix => (2, usize::MAX - location.block.arguments.last().map_or(0, String::len)),
-        };
-        let mut order: Vec<usize> = (0..locations.len()).collect();
-        order.sort_by_key(|index| rank(&locations[*index]));
-        let mut taken: Vec<String> = Vec::new();
-        for index in order {
-            locations[index].patterns.retain(|pattern| !taken.contains(pattern));
-            taken.extend(locations[index].patterns.iter().cloned());
-        }
+        remove_repeated(&mut locations, |location| match location.kind {
+            Kind::Exact | Kind::Regex => None,
+            Kind::Preferred | Kind::Prefix => Some(usize::MAX - location.path().len()),
+        });
+        add_common_patterns(&mut locations, &mut self.gateway);
+        remove_repeated(&mut locations, |location| Some(location.kind as usize));
         let all: Vec<String> = locations.iter().flat_map(|location| location.patterns.clone()).collect();
         for location in locations {
             self.add_location(server, routes, location, redirect.take(), &all);
@@ -141,13 +144,21 @@ impl<'d> Importer<'d> {
                 "=" => (Kind::Exact, vec![literal(path)]),
                 "^~" => (Kind::Preferred, self.prefix(&mut section, block, path)),
                 "~" | "~*" => match of_regex(path) {
-                    Some((patterns, more)) => {
+                    Some((mut patterns, further)) => {
+                        let restricts = restricts(block);
                         let has_letters = path.bytes().any(|byte| byte.is_ascii_alphabetic());
                         if modifier == "~*" && has_letters {
                             let why = "the route does not match other capital letters";
-                            self.note_at(&mut section, Effect::Differs, block, why);
+                            let effect = if restricts { Effect::NotEnforced } else { Effect::Differs };
+                            section.comment(self.gateway.placed_note(
+                                effect,
+                                &block.position,
+                                format!("`{}`: {why}", block.text()),
+                            ));
                         }
-                        if more {
+                        if restricts {
+                            patterns.extend(further);
+                        } else if !further.is_empty() {
                             self.note_more_paths(&mut section, block, path.trim_start_matches('^'));
                         }
                         (Kind::Regex, patterns)
@@ -183,8 +194,11 @@ impl<'d> Importer<'d> {
     fn note_more_paths(&mut self, section: &mut Section, block: &'d Directive, path: &str) {
         let why =
             format!("nginx matches all paths that begin so, such as `{path}x`, for which there are other routes here");
-        let effect = if restricts(block) { Effect::NotEnforced } else { Effect::Differs };
-        section.comment(self.gateway.placed_note(effect, &block.position, format!("`{}`: {why}", block.text())));
+        section.comment(self.gateway.placed_note(
+            Effect::Differs,
+            &block.position,
+            format!("`{}`: {why}", block.text()),
+        ));
     }
 
     fn add_location(
@@ -201,6 +215,9 @@ impl<'d> Importer<'d> {
             self.add_routes(&routes, &["/{*rest}".to_owned()], &[], redirect, condition);
         }
         if patterns.is_empty() {
+            if block.fate.get() == Fate::Translated {
+                self.note(Effect::LeftOut, block, "other locations precede it");
+            }
             return;
         }
         if let Some(answer) = scope.own("return") {
@@ -321,9 +338,16 @@ impl<'d> Importer<'d> {
             if index > 0 {
                 section.comments.clear();
             }
+            let mut path = pattern.clone();
+            if let Some((named, to)) = section.prefix_change().and_then(|(from, to)| within_segment(pattern, from, to))
+            {
+                section.settings.retain(|(name, _)| !["strip_prefix", "replace_prefix"].contains(&name.as_str()));
+                section.set("rewrite", to);
+                path = named;
+            }
             let route = Route {
                 hosts: routes.hosts.clone(),
-                path: pattern.clone(),
+                path,
                 methods: methods.to_vec(),
                 headers: Vec::new(),
                 scheme: routes.scheme,
@@ -474,7 +498,7 @@ impl<'d> Importer<'d> {
         }
         match access {
             Access::All => {}
-            Access::Nobody => section.close(403),
+            Access::Closed => section.close(403),
             Access::Only(networks) => {
                 if networks.len() > LISTED_NETWORKS {
                     section.comment("`allow` has all networks but those that are denied.");
@@ -515,8 +539,8 @@ impl<'d> Importer<'d> {
         admitted.sort();
         match admitted {
             all if all == Network::ALL => Access::All,
-            none if none.is_empty() => Access::Nobody,
-            many if many.len() > NETWORKS_MAX => Access::Nobody,
+            none if none.is_empty() => Access::Closed,
+            many if many.len() > NETWORKS_MAX => Access::Closed,
             some => Access::Only(some.iter().map(ToString::to_string).collect()),
         }
     }
@@ -622,5 +646,69 @@ fn remove_unreachable(locations: &mut [Location], gateway: &mut crate::gateway::
             }
             gateway.note(Effect::LeftOut, &location.block.position, text);
         }
+    }
+}
+
+/// Of each pattern that several locations have, keeps that of the lowest rank. Locations without a rank keep theirs.
+fn remove_repeated(locations: &mut [Location], rank: impl Fn(&Location) -> Option<usize>) {
+    let mut order: Vec<(usize, usize)> =
+        locations.iter().enumerate().filter_map(|(index, location)| Some((rank(location)?, index))).collect();
+    order.sort_unstable();
+    let mut taken: Vec<String> = Vec::new();
+    for (_, index) in order {
+        locations[index].patterns.retain(|pattern| !taken.contains(pattern));
+        taken.extend(locations[index].patterns.iter().cloned());
+    }
+}
+
+/// nginx takes regular expressions before prefixes, and the first of several; the gateway takes the more specific route. Where these
+/// differ, the location that nginx takes gets a pattern for the paths that both match.
+fn add_common_patterns(locations: &mut [Location], gateway: &mut crate::gateway::Gateway) {
+    let of_kind =
+        |kind: Kind| -> Vec<usize> { (0..locations.len()).filter(|at| locations[*at].kind == kind).collect() };
+    let (regexes, prefixes) = (of_kind(Kind::Regex), of_kind(Kind::Prefix));
+    // From the last one on, so that its common patterns with others are compared as well.
+    let of_regex = regexes.iter().rev().map(|at| {
+        let later = regexes.iter().filter(|other| *other > at);
+        (*at, prefixes.iter().chain(later).copied().collect::<Vec<_>>())
+    });
+    let of_preferred = of_kind(Kind::Preferred).into_iter().map(|at| (at, regexes.clone()));
+    let pairs: Vec<(usize, Vec<usize>)> = of_regex.chain(of_preferred).collect();
+    for (at, others) in pairs {
+        let (mut added, mut unknown) = (Vec::new(), None);
+        let location = &locations[at];
+        // The longest prefix decides whether regular expressions count.
+        let longer = prefixes.iter().filter(|_| location.kind == Kind::Preferred).map(|at| &locations[*at]);
+        let longer: Vec<&String> = longer
+            .filter(|prefix| prefix.path().len() > location.path().len())
+            .flat_map(|prefix| &prefix.patterns)
+            .collect();
+        for other in others.into_iter().map(|other| &locations[other]) {
+            for (pattern, theirs) in
+                location.patterns.iter().flat_map(|one| other.patterns.iter().map(move |two| (one, two)))
+            {
+                match common(pattern, theirs) {
+                    Common::Pattern(both) => {
+                        let is_new = precedes(theirs, pattern) && both != *pattern && !added.contains(&both);
+                        if is_new && !longer.iter().any(|longer| covers(longer, &both)) {
+                            added.push(both);
+                        }
+                    }
+                    Common::Unknown => unknown = Some(other.block.text()),
+                    Common::Nothing => {}
+                }
+            }
+        }
+        if location.patterns.len() + added.len() > PATTERNS_MAX {
+            added.clear();
+            unknown = Some("other locations".to_owned());
+        }
+        let location = &mut locations[at];
+        if let Some(other) = unknown.filter(|_| restricts(location.block)) {
+            let text = format!("`{}`: some of its paths have the route of `{other}`", location.block.text());
+            let note = gateway.placed_note(Effect::NotEnforced, &location.block.position, text);
+            location.section.comment(note);
+        }
+        location.patterns.extend(added);
     }
 }

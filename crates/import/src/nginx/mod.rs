@@ -1,7 +1,7 @@
 //! Imports nginx.conf: servers, locations, `limit_req`, `limit_conn`, `allow` and `deny`, upstreams, TLS, addresses of proxies.
 //!
 //! `syntax` reads the directives, `keys` what a zone counts by, `limits` makes rules of zones, `servers` selects the servers and their
-//! addresses, `locations` makes routes. A directive that nobody has read in the end is noted as left out.
+//! addresses, `locations` makes routes. Unread directives are noted as left out in the end.
 
 mod directives;
 mod keys;
@@ -14,6 +14,7 @@ mod upstreams;
 use std::path::PathBuf;
 
 use crate::gateway::{Gateway, Section};
+use crate::network::Network;
 use crate::source::{Effect, ImportError, Position};
 use crate::{Files, Translated};
 use limits::Limits;
@@ -148,45 +149,58 @@ impl<'d> Importer<'d> {
         self.import_trusted_proxies(&self.http.clone());
     }
 
-    /// `set_real_ip_from`, of all levels: the gateway has one list for all routes.
+    /// `set_real_ip_from` of all servers: the gateway has one list for all routes, so it trusts what all of them trust.
     fn import_trusted_proxies(&mut self, http: &Scope<'d>) {
-        let of_server = |directive: &&'d Directive| directive.name == "server";
-        let servers: Vec<&'d Directive> = http.levels[0].iter().copied().filter(of_server).collect();
-        let mut scopes = vec![http.clone()];
-        scopes.extend(servers.iter().map(|server| http.inner(server.children())));
-        for scope in scopes {
-            let proxies = scope.all(&["set_real_ip_from"]);
-            let Some(first) = proxies.first() else { continue };
-            let header = scope.one("real_ip_header");
-            let field = header.map_or("x-real-ip".to_owned(), |header| header.argument().to_lowercase());
-            let setting = match field.as_str() {
-                "x-forwarded-for" => "trusted_proxies",
-                "proxy_protocol" => "proxy_protocol",
-                field => {
-                    let why = format!(
-                        "the gateway reads the client's address from X-Forwarded-For, Forwarded or a PROXY header, not from \
-                         {field}: until `trusted_proxies` is set, all clients behind these proxies count as one"
-                    );
-                    proxies.iter().for_each(|proxy| proxy.mark(Fate::LeftOut));
-                    header.iter().for_each(|header| header.mark(Fate::LeftOut));
-                    self.note(Effect::Stricter, first, &why);
+        // Those that only respond compare no addresses.
+        let counts = |server: &&'d Directive| {
+            server.name == "server"
+                && server.fate.get() == Fate::Translated
+                && !server.children().iter().any(|child| child.name == "return")
+        };
+        let mut scopes: Vec<Scope<'d>> =
+            http.levels[0].iter().copied().filter(counts).map(|server| http.inner(server.children())).collect();
+        if scopes.is_empty() {
+            scopes.push(http.clone());
+        }
+        let lists: Vec<(String, Vec<&'d Directive>)> = scopes
+            .iter()
+            .map(|scope| {
+                let field = scope.one("real_ip_header").map_or("x-real-ip", |header| header.argument());
+                (field.to_lowercase(), scope.all(&["set_real_ip_from"]))
+            })
+            .collect();
+        let network = |proxy: &Directive| Network::parse(proxy.argument());
+        for (scope, (field, proxies)) in scopes.iter().zip(&lists) {
+            for proxy in proxies.iter().filter(|proxy| proxy.fate.get() == Fate::Unread) {
+                let Some(parsed) = network(proxy) else {
+                    self.note(Effect::Stricter, proxy, "only networks can be trusted here");
+                    continue;
+                };
+                let trusts = |(other, proxies): &(String, Vec<&'d Directive>)| {
+                    other == field
+                        && proxies.iter().filter_map(|proxy| network(proxy)).any(|other| other.contains(&parsed))
+                };
+                if !lists.iter().all(trusts) {
+                    let why = "not all servers trust it, or not by the same field: it is not trusted";
+                    self.note(Effect::Stricter, proxy, why);
                     continue;
                 }
-            };
-            for proxy in proxies {
-                if crate::network::Network::parse(proxy.argument()).is_some() {
-                    self.gateway.listen.push(setting, proxy.argument());
-                    proxy.mark(Fate::Translated);
-                } else {
-                    self.note(Effect::Stricter, proxy, "only networks can be trusted here");
+                proxy.mark(Fate::Translated);
+                let setting = if field == "proxy_protocol" { "proxy_protocol" } else { "trusted_proxies" };
+                self.gateway.listen.push(setting, proxy.argument());
+                if !["proxy_protocol", "x-forwarded-for"].contains(&field.as_str()) {
+                    self.gateway.listen.set("client_ip", field.as_str());
                 }
             }
-            header.iter().for_each(|header| header.mark(Fate::Translated));
-            scope.one("real_ip_recursive").iter().for_each(|recursive| recursive.mark(Fate::Translated));
+            for name in &PROXY_DIRECTIVES[1..] {
+                scope.one(name).iter().for_each(|directive| directive.mark(Fate::Translated));
+            }
         }
     }
 }
 
+/// Directives about proxies, which are read when all servers are known.
+const PROXY_DIRECTIVES: [&str; 3] = ["set_real_ip_from", "real_ip_header", "real_ip_recursive"];
 /// Timeouts with a setting of the same meaning.
 const TIMEOUTS: [(&str, &str); 4] = [
     ("proxy_connect_timeout", "connect"),
@@ -195,7 +209,7 @@ const TIMEOUTS: [(&str, &str); 4] = [
     ("client_body_timeout", "body"),
 ];
 
-/// Notes the directives that nobody has read. Within a block that is left out, only the block.
+/// Notes unread directives. Within a block that is left out, only the block.
 fn note_unread(directives: &[Directive], gateway: &mut Gateway) {
     for directive in directives {
         if directives::needs_nothing(directive) {
@@ -223,8 +237,8 @@ fn count(directives: &[Directive], total: &mut usize, translated: &mut usize) {
 
 /// Notes unread directives of a block at the section of a route, as [`note_unread`] does for all.
 fn note_unread_at(block: &[Directive], gateway: &mut Gateway, section: &mut Section) {
-    for directive in
-        block.iter().filter(|directive| directive.fate.get() == Fate::Unread && directive.name != "location")
+    let is_later = |name: &str| name == "location" || PROXY_DIRECTIVES.contains(&name);
+    for directive in block.iter().filter(|directive| directive.fate.get() == Fate::Unread && !is_later(&directive.name))
     {
         if directives::needs_nothing(directive) {
             directive.mark(Fate::Translated);

@@ -248,16 +248,7 @@ impl<'d> Importer<'d> {
                 self.note_at(section, Effect::LeftOut, field, "the gateway has no such variable");
             }
         }
-        let mut changes = Vec::new();
-        if !remove.is_empty() {
-            changes.push(("remove".to_owned(), Value::List(remove)));
-        }
-        if !set.is_empty() {
-            changes.push(("set".to_owned(), Value::Table(set)));
-        }
-        if !changes.is_empty() {
-            section.set("request_headers", Value::Table(changes));
-        }
+        section.change_fields("request_headers", remove, set);
     }
 
     /// `add_header` and `proxy_hide_header` as changes of the response.
