@@ -18,7 +18,7 @@ pub struct Upstream {
     state: Arc<State>,
     acceptor: Option<JoinHandle<()>>,
     /// Holds a port that has no listener.
-    _bound: Option<Socket>,
+    bound: Option<Socket>,
 }
 
 #[derive(Default)]
@@ -72,7 +72,17 @@ impl Upstream {
 
     /// As [`Upstream::with_script`], at an address chosen by the test.
     pub fn at_address(address: SocketAddr, script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
-        let listener = TcpListener::bind(address).unwrap();
+        Upstream::on_listener(TcpListener::bind(address).unwrap(), script)
+    }
+
+    /// Follows a script from now on, at an address that has refused connections until now.
+    pub fn listen(mut self, script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
+        let socket = self.bound.take().expect("the upstream refuses connections");
+        socket.listen(128).unwrap();
+        Upstream::on_listener(socket.into(), script)
+    }
+
+    fn on_listener(listener: TcpListener, script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
         let address = listener.local_addr().unwrap();
         let state = Arc::new(State::default());
         let acceptor = thread::spawn({
@@ -100,7 +110,7 @@ impl Upstream {
                 }
             }
         });
-        Upstream { address, state, acceptor: Some(acceptor), _bound: None }
+        Upstream { address, state, acceptor: Some(acceptor), bound: None }
     }
 
     /// Responds to every request with this status, and keeps connections open.
@@ -126,7 +136,7 @@ impl Upstream {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         socket.bind(&"127.0.0.1:0".parse::<SocketAddr>().unwrap().into()).unwrap();
         let address = socket.local_addr().unwrap().as_socket().unwrap();
-        Upstream { address, state: Arc::default(), acceptor: None, _bound: Some(socket) }
+        Upstream { address, state: Arc::default(), acceptor: None, bound: Some(socket) }
     }
 
     /// The upstream's section of a configuration.
