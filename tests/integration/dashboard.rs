@@ -23,7 +23,7 @@ use crate::support::external_servers::{node, program};
 use crate::support::gateway::Gateway;
 use crate::support::gateway_group::shared_config;
 use crate::support::process::{BINARY, Process};
-use crate::support::redis::RedisServer;
+use crate::support::redis::{RedisServer, free_port};
 use crate::support::upstream::{Upstream, reply};
 use crate::support::{TempDir, eventually, eventually_eq, one_rule, seeded_rng};
 
@@ -365,7 +365,12 @@ rules = ["per-user"]
 
 #[test]
 fn the_page_is_live_and_resets_keys_with_the_token() {
-    let toml = format!("[admin]\ntoken_file = \"admin.token\"\nhosts = [\"{HOST}\"]\n{RULES}");
+    // The gateway returns to its ports.
+    let (http, admin) = (free_port(), free_port());
+    let toml = format!(
+        "listen = {{ http = \"127.0.0.1:{http}\", admin = \"127.0.0.1:{admin}\" }}\n\
+         [admin]\ntoken_file = \"admin.token\"\nhosts = [\"{HOST}\"]\n{RULES}"
+    );
     let start = |toml: &str| {
         let scratch = TempDir::new();
         scratch.write("admin.token", "the-right-token\n");
@@ -407,16 +412,19 @@ fn the_page_is_live_and_resets_keys_with_the_token() {
     browser.wait("#lookup-result", "0 of 3");
     ask(&process, 200);
     browser.wait("#lookup-result", "1 of 3");
+    // The gateway may end while it is asked. The values are read again when it is back.
+    let no_response = "(sent => { window.fetch = (path, ...rest) => path === '/v1/value' \
+                       ? (window.fetch = sent, document.title = 'failed', Promise.reject(new TypeError('no response'))) \
+                       : sent(path, ...rest); })(window.fetch)";
+    browser.run(json!({ "do": "run", "script": no_response }));
+    browser.wait("title", "failed");
     let storage = json!({ "do": "run", "script": "JSON.stringify([sessionStorage, localStorage])" });
     assert_eq!(browser.run(storage), json!("[{\"transom-admin-token\":\"the-right-token\"},{}]"));
     // A restart of the gateway.
-    let (http, admin) = (process.http, process.admin);
     drop(process);
     browser.wait("#connection", "disconnected");
     browser.wait("#offline", "connects again by itself");
-    let toml =
-        format!("listen = {{ http = \"{http}\", admin = \"{admin}\" }}\n{}", toml.replace("limit = 3", "limit = 2"));
-    let process = start(&toml);
+    let process = start(&toml.replace("limit = 3", "limit = 2"));
     browser.wait("#connection", "live");
     browser.wait("#rules tbody", "2/hour");
     ask(&process, 200);
@@ -750,6 +758,11 @@ fn a_key_that_is_blocked_in_the_page_is_denied() {
     browser.run(json!({ "do": "fill", "of": "#lookup-parts input", "value": "ann" }));
     browser.click("#lookup-button");
     browser.wait("#lookup-result", "1 of 3");
+    // The gateway may end while it is asked. The values are read again when it is back.
+    let no_response = "window.sent = window.fetch; window.fetch = () => { document.title = 'failed'; \
+                       window.fetch = window.sent; return Promise.reject(new TypeError('no response')); }; 0";
+    browser.run(json!({ "do": "run", "script": no_response }));
+    browser.wait("title", "failed");
     browser.click("#block-button");
     browser.click("#action-do");
     browser.wait("#action-error", "Blocked until");

@@ -641,7 +641,8 @@ async function call(method, path, query, headers = {}) {
   return found;
 }
 const ask = (path, query) => call("POST", path, query);
-const explainError = error => error.name === "TimeoutError" || error instanceof TypeError ? "The gateway does not respond." : error.message;
+const hasNoResponse = error => error.name === "TimeoutError" || error instanceof TypeError;
+const explainError = error => hasNoResponse(error) ? "The gateway does not respond." : error.message;
 const showError = (node, error) => set(node, { text: error ? explainError(error) : "", class: error ? "mark bad" : "" });
 // Which paths the gateway has: it may be of another version than this page expects.
 async function readOffers() {
@@ -762,7 +763,7 @@ async function lookUp(rule, key, listed) {
   $("lookup").scrollIntoView({ block: "nearest" });
   await refreshLookup(listed ? { rule, id: listed.id } : { rule, ...(key.length ? { key } : {}) }, listed ? listed.label : key.join(" "));
 }
-// `isPeriodic`: the error of a former reset stays.
+// `isPeriodic`: the error of a former reset stays, and the values do while the gateway does not respond.
 async function refreshLookup(query, label, path = "/v1/value", isPeriodic = false) {
   const number = lookupNumber;
   try {
@@ -772,7 +773,7 @@ async function refreshLookup(query, label, path = "/v1/value", isPeriodic = fals
     showLookup(query, value, label);
     if (path === "/v1/reset") set($("lookup-result").firstChild.lastChild, { text: " Reset: its counts begin anew." });
   } catch (error) {
-    if (number !== lookupNumber) return;
+    if (number !== lookupNumber || (isPeriodic && hasNoResponse(error))) return;
     if (path === "/v1/value") clearLookup();
     showError($("lookup-error"), error);
   }
