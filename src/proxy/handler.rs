@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 
 use http::request::Parts;
 use http::uri::{PathAndQuery, Uri};
-use http::{Request, Response, Version, header};
+use http::{Request, Response, Version};
 use http_body::Body as _;
 
 use super::admission::{Admission, Evaluation, PendingAdmission, evaluate};
@@ -660,7 +660,7 @@ async fn forward(
     record: &mut RequestRecord,
 ) -> Result<Response<Content>, ForwardError> {
     if let Some(error) = plan.error.take() {
-        return Err(ForwardError { error: *error, may_be_sent: false });
+        return Err(ForwardError { error: *error, may_be_sent: false, was_held: false });
     }
     if peer.connection.is_forward_auth {
         let reply = plan.actions.as_mut().and_then(|actions| actions.direct_response.take());
@@ -685,11 +685,8 @@ async fn forward(
             // HTTP/1.0 has no 1xx responses (RFC 9110, 15.2).
             let informational = (request.version() >= Version::HTTP_11).then(|| Rc::clone(&peer.informational));
             // Only HTTP/1.0 requests may lack Host.
-            if informational.is_none()
-                && !request.headers().contains_key(header::HOST)
-                && let Some(authority) = servers.authority()
-            {
-                request.headers_mut().insert(header::HOST, authority);
+            if informational.is_none() {
+                servers.add_host(&mut request);
             }
             *request.version_mut() = Version::HTTP_11;
             let traits = RequestTraits::of(&request, plan.server_key, plan.client);
@@ -717,9 +714,9 @@ mod tests {
 
     use crate::proxy::held_slots::HeldSlots;
     use crate::proxy::worker_config::RecordOutputs;
-    use crate::upstream::server_health::build_upstream_health;
+    use crate::upstream::server_health::{ListedServers, build_upstream_health};
     use transom_limiter::concurrency::ConcurrencyTable;
-    use transom_limiter::handles::{Handle, IdVec, PlanPosition};
+    use transom_limiter::handles::{Handle, PlanPosition};
     use transom_limiter::key::{KeyHash, Seed};
     use transom_limiter::rule_set::RuleSet;
     use transom_limiter::table::Table;
@@ -819,7 +816,8 @@ mod tests {
         let text = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n";
         let (config, clock) = (transom_config::read(text).unwrap(), Clock::manual(1_700_000_000_000));
         let registry = Arc::new(Registry::default());
-        let upstream_health = build_upstream_health(&config, |_| IdVec::new(), &[], &registry, 1, clock.instant());
+        let upstream_health =
+            build_upstream_health(&config, |_| ListedServers::default(), &[], &registry, 1, clock.instant());
         let rule_set = RuleSet::new(config.limiter_rules(), Seed(1, 2), None);
         let served = ServedConfig::new(config, Seed(1, 2), rule_set, upstream_health, LiveData::default());
         let shared = SharedByWorkers::new(Arc::new(Table::with_capacity(64).unwrap()), clock);

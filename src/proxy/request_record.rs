@@ -22,6 +22,7 @@ use crate::spans::{TracedRequest, UpstreamAttempt};
 use crate::upstream::attempt_log::{AttemptLog, TracedAttempt};
 use crate::upstream::request_body::UploadProgress;
 use crate::upstream::response_body::UpstreamBodyError;
+use crate::upstream::server_health::UpstreamHealth;
 use transom_config::upstream::Server;
 use transom_config::{RouteId, ServerId, UpstreamId};
 use transom_http::client_address::ClientAddress;
@@ -532,10 +533,13 @@ impl PendingEntry {
         entry.upstream = self.forwarded.map(|forwarded| {
             let upstream = &config.served.config.upstreams[forwarded.upstream];
             let log = &*forwarded.attempts;
-            let servers = &config.served.upstream_health[forwarded.upstream].servers;
-            let server_of = |id: ServerId| servers.get(id).map(|monitored| &monitored.server);
-            let server = log.last_server.get().and_then(server_of);
-            let attempt = |attempt: &TracedAttempt| upstream_attempt(attempt, server_of(attempt.server), started, now);
+            let first = &config.served.upstream_health[forwarded.upstream];
+            let current = log.servers.borrow();
+            let server = log.last_server.get().and_then(|id| server_of(current.as_ref().unwrap_or(first), id));
+            let attempt = |attempt: &TracedAttempt| {
+                let server = server_of(attempt.servers.as_ref().unwrap_or(first), attempt.server);
+                upstream_attempt(attempt, server, started, now)
+            };
             traced = log.traced().iter().map(attempt).collect();
             UpstreamUse {
                 upstream: upstream.name.clone(),
@@ -547,6 +551,10 @@ impl PendingEntry {
         });
         (entry, traced)
     }
+}
+
+fn server_of(upstream_health: &UpstreamHealth, id: ServerId) -> Option<&Server> {
+    upstream_health.servers.get(id).map(|monitored| &monitored.server)
 }
 
 /// What the span of an attempt to use `server` says. The request runs from `started` to `now`.

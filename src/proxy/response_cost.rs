@@ -17,7 +17,6 @@ use super::worker_state::DecidedBy;
 use crate::upstream::forward::ForwardError;
 use crate::upstream::request_body::RequestBody;
 use transom_config::RouteId;
-use transom_http::error::RequestError;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::PlanPosition;
 use transom_limiter::store_key::StoreKeys;
@@ -197,13 +196,13 @@ impl PendingCost {
 
     /// The response is an error of the gateway.
     pub fn forwarding_failed(&mut self, error: &ForwardError) {
-        self.forwarding = match &error.error {
-            _ if error.may_be_sent => Forwarding::MayBeSent,
-            RequestError::Unreachable { .. } => {
-                self.refund_all();
-                Forwarding::Refunded
-            }
-            _ => Forwarding::NotSent,
+        self.forwarding = if error.may_be_sent {
+            Forwarding::MayBeSent
+        } else if error.was_held {
+            self.refund_all();
+            Forwarding::Refunded
+        } else {
+            Forwarding::NotSent
         };
     }
 

@@ -122,10 +122,9 @@ pub struct RecordOutputs {
 /// The server pools of all upstreams, by upstream name and server URL.
 type ServerPools = HashMap<(String, String), (Server, TransportSettings, Rc<ServerPool>)>;
 
-#[allow(clippy::large_enum_variant, reason = "one for each upstream, read by every request")]
 pub enum Target {
     Echo,
-    Servers(Forwarder),
+    Servers(Rc<Forwarder>),
 }
 
 impl Target {
@@ -203,7 +202,8 @@ impl DecisionBuffers {
 }
 
 impl WorkerUpstreams {
-    /// Takes over the pools of `previous` whose server and transport settings are unchanged.
+    /// Takes over the unchanged upstreams of `previous`, and of others the pools whose server and transport settings are
+    /// unchanged.
     #[allow(clippy::mutable_key_type, reason = "of the TLS settings only the digest is compared")]
     fn new(
         (worker_id, registry): (WorkerId, &Arc<Registry>),
@@ -212,6 +212,11 @@ impl WorkerUpstreams {
         previous: Option<&WorkerUpstreams>,
     ) -> WorkerUpstreams {
         let mut server_pools = ServerPools::new();
+        let former = previous.iter().flat_map(|previous| &previous.targets).filter_map(|target| match target {
+            Target::Echo => None,
+            Target::Servers(forwarder) => Some((forwarder.upstream_health().name.as_str(), forwarder)),
+        });
+        let former: HashMap<&str, &Rc<Forwarder>> = former.collect();
         let total_servers = served.upstream_health.iter().map(|upstream_health| upstream_health.servers.len()).sum();
         let mut target = |(upstream, upstream_health): (&Upstream, &Arc<UpstreamHealth>)| {
             if upstream.target == ConfiguredTarget::Echo {
@@ -237,11 +242,16 @@ impl WorkerUpstreams {
                 server_pool
             };
             let servers = &upstream_health.servers;
+            let pools = servers.iter().map(&mut server_pool).collect();
+            let former = former.get(&*upstream.name).copied();
+            if let Some(unchanged) = former.filter(|former| Arc::ptr_eq(former.upstream_health(), upstream_health)) {
+                return Target::Servers(Rc::clone(unchanged));
+            }
             let urls: Vec<&str> = servers.iter().map(|monitored| monitored.server.url.as_str()).collect();
             let metrics = UpstreamMetrics::new(registry, worker_id, &upstream.name, &urls);
             let retries = RetryMetrics::new(registry, worker_id, &upstream.name);
-            let pools = servers.iter().map(&mut server_pool).collect();
-            Target::Servers(Forwarder::new(Arc::clone(upstream_health), pools, metrics, retries, clock.clone()))
+            let (upstream_health, former) = (Arc::clone(upstream_health), former.map(|former| &**former));
+            Target::Servers(Forwarder::new(upstream_health, pools, metrics, retries, clock.clone(), former))
         };
         let targets = served.config.upstreams.iter().zip(&served.upstream_health).map(&mut target).collect();
         WorkerUpstreams { targets, server_pools }

@@ -1,10 +1,12 @@
 //! The attempts of one request to get a response, for the access log and for the spans of a traced request.
 
 use std::cell::{Cell, RefCell};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::{HeaderMap, StatusCode};
 
+use super::server_health::UpstreamHealth;
 use transom_config::ServerId;
 use transom_http::trace_context::{SpanContext, TRACEPARENT, TRACESTATE, TraceParent, new_span_id};
 use transom_runtime::clock::Clock;
@@ -15,6 +17,8 @@ pub struct AttemptLog {
     pub attempts: Cell<u32>,
     /// The server of the last attempt; `None` before the first.
     pub last_server: Cell<Option<ServerId>>,
+    /// The servers since the request waited: they may differ from those with which it began.
+    pub servers: RefCell<Option<Arc<UpstreamHealth>>>,
     /// How long the request waited for a reachable server.
     pub held: Cell<Duration>,
     trace: Option<Trace>,
@@ -33,6 +37,8 @@ struct Trace {
 pub struct TracedAttempt {
     pub span_id: u64,
     pub server: ServerId,
+    /// As in [`AttemptLog::servers`].
+    pub servers: Option<Arc<UpstreamHealth>>,
     pub began: Instant,
     /// The head of the response has arrived, or the attempt has failed.
     pub ended: Option<Instant>,
@@ -49,7 +55,18 @@ impl AttemptLog {
             is_new: span.parent_id.is_none(),
             attempts: RefCell::default(),
         });
-        AttemptLog { attempts: Cell::default(), last_server: Cell::default(), held: Cell::default(), trace }
+        AttemptLog {
+            attempts: Cell::default(),
+            last_server: Cell::default(),
+            servers: RefCell::default(),
+            held: Cell::default(),
+            trace,
+        }
+    }
+
+    /// The next attempts use these servers.
+    pub fn use_servers(&self, servers: &Arc<UpstreamHealth>) {
+        self.servers.replace(Some(Arc::clone(servers)));
     }
 
     /// An attempt begins, with these fields. In a trace, `traceparent` names the attempt.
@@ -64,7 +81,8 @@ impl AttemptLog {
             fields.remove(TRACESTATE);
         }
         let began = clock.instant();
-        let attempt = TracedAttempt { span_id, server, began, ended: None, status: None, outcome: None };
+        let servers = self.servers.borrow().clone();
+        let attempt = TracedAttempt { span_id, server, servers, began, ended: None, status: None, outcome: None };
         trace.attempts.borrow_mut().push(attempt);
     }
 

@@ -7,18 +7,20 @@
 //! another server works: that server gets the request as if it had been chosen first. The budget pays for every other
 //! retry. With `hold`, a request that reaches no server waits until one is back.
 
+use std::cell::RefCell;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use http::{HeaderValue, Request, Response, StatusCode};
+use http::{Request, Response, StatusCode, header};
+use tokio::sync::Notify;
 
 use super::attempt_log::AttemptLog;
 use super::connection::{ConnectionError, UpstreamConnection};
-use super::hold::{HoldQueue, Ticket};
+use super::hold::{ATTEMPT_PAUSE, HoldQueue, Ticket};
 use super::load_balancer::{Choice, LoadBalancer, RequestTraits, TriedServers};
 use super::pool::{ActiveRequest, ConnectionLimitReached, Offer, ServerPool};
 use super::request_body::{RequestBody, UploadProgress};
@@ -50,8 +52,18 @@ pub struct Forwarder {
     metrics: UpstreamMetrics<ServerId>,
     retry_meter: RetryMetrics,
     /// With `hold`.
-    hold: Option<Rc<HoldQueue>>,
+    hold: Option<Rc<Hold>>,
     clock: Clock,
+}
+
+/// Where requests to an upstream wait for a server. Its servers may change meanwhile.
+#[derive(Default)]
+struct Hold {
+    queue: Rc<HoldQueue>,
+    /// Has the servers of the current configuration.
+    current: RefCell<Weak<Forwarder>>,
+    /// Notified when `current` changes.
+    changed: Notify,
 }
 
 /// One request over all its attempts.
@@ -80,6 +92,23 @@ struct Forwarding {
 struct HeldConnection {
     connection: UpstreamConnection,
     reused: bool,
+    choice: Choice,
+    /// Has the server, if the servers of the upstream may have changed.
+    forwarder: Option<Rc<Forwarder>>,
+}
+
+/// Where a request is sent next.
+enum NextAttempt {
+    At(Choice),
+    /// To a server that becomes reachable. Has the reason.
+    WhenReachable(Option<RequestError>),
+}
+
+impl Forwarding {
+    fn failed(&self, error: RequestError) -> ForwardError {
+        let may_be_sent = self.may_be_sent || error.may_follow_forwarding();
+        ForwardError { error, may_be_sent, was_held: self.held.is_some() }
+    }
 }
 
 /// One attempt to get a response from a server. Its drop counts the outcome, and reports the result to the health of the
@@ -133,11 +162,13 @@ pub struct ForwardError {
     pub error: RequestError,
     /// Whether a server may act on the request.
     pub may_be_sent: bool,
+    /// Whether the request has waited for a server.
+    pub was_held: bool,
 }
 
 impl From<RequestError> for ForwardError {
     fn from(error: RequestError) -> ForwardError {
-        ForwardError { may_be_sent: error.may_follow_forwarding(), error }
+        ForwardError { may_be_sent: error.may_follow_forwarding(), was_held: false, error }
     }
 }
 
@@ -146,38 +177,71 @@ enum NextStep {
     Respond(Response<UpstreamBody>),
     /// Send the request again.
     Retry(Choice, Box<Request<RequestBody>>),
+    /// Send the request again after a wait.
+    Wait(RequestError, Box<Request<RequestBody>>),
     Fail(RequestError),
 }
 
+/// Whether a request is retried.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Retry {
+    No,
+    Now,
+    /// Once it has waited for a server: the retry budget is used up.
+    AfterWait,
+}
+
 impl Forwarder {
+    /// Requests that wait with `previous`, the former servers of the same upstream, go on with these servers.
     pub fn new(
         upstream_health: Arc<UpstreamHealth>,
         servers: IdVec<ServerId, Rc<ServerPool>>,
         meter: UpstreamMetrics<ServerId>,
         retries: RetryMetrics,
         clock: Clock,
-    ) -> Forwarder {
+        previous: Option<&Forwarder>,
+    ) -> Rc<Forwarder> {
         let (budget, budget_min) =
             upstream_health.policy.retries.as_ref().map_or((0, 0), |retries| (retries.budget, retries.budget_min));
-        Forwarder {
+        let former_hold = previous.and_then(|previous| previous.hold.clone());
+        let forwarder = Rc::new(Forwarder {
             retry_budget: RetryBudget::new(budget, budget_min, upstream_health.workers),
             load_balancer: LoadBalancer::new(&upstream_health, servers),
-            hold: upstream_health.policy.hold.map(HoldQueue::new),
+            hold: upstream_health.policy.hold.map(|_| former_hold.clone().unwrap_or_default()),
             upstream_health,
             metrics: meter,
             retry_meter: retries,
             clock,
+        });
+        if let Some(hold) = former_hold.as_ref().or(forwarder.hold.as_ref()) {
+            hold.current.replace(Rc::downgrade(&forwarder));
+            hold.changed.notify_waiters();
+        }
+        forwarder
+    }
+
+    pub fn upstream_health(&self) -> &Arc<UpstreamHealth> {
+        &self.upstream_health
+    }
+
+    /// Adds Host to a request with neither Host nor `:authority`.
+    pub fn add_host(&self, request: &mut Request<RequestBody>) {
+        if request.uri().authority().is_none()
+            && let Some(first) = self.load_balancer.servers().get(ServerId::FIRST)
+            && let header::Entry::Vacant(host) = request.headers_mut().entry(header::HOST)
+        {
+            host.insert(first.pool.authority());
         }
     }
 
-    /// The Host field for requests without one; `None` without servers.
-    pub fn authority(&self) -> Option<HeaderValue> {
-        Some(self.load_balancer.servers().get(ServerId::FIRST)?.pool.authority())
-    }
-
-    /// Whether this is a server of the upstream, or the host that it is sent. Port 0: any.
+    /// Whether this is a server of the upstream, also of the current configuration, or the host that it is sent. Port 0:
+    /// any.
     pub fn has_server(&self, authority: UrlAuthority<'_>) -> bool {
-        self.load_balancer.servers().iter().any(|server| server.pool.has_name(authority))
+        let has_name = |forwarder: &Forwarder| {
+            forwarder.load_balancer.servers().iter().any(|server| server.pool.has_name(authority))
+        };
+        let current = || self.hold.as_ref()?.current.borrow().upgrade();
+        has_name(self) || current().is_some_and(|current| has_name(&current))
     }
 
     /// Sends a request to one of the servers and returns the head of the response. The request is boxed because it is
@@ -193,25 +257,35 @@ impl Forwarder {
         attempt_log: Option<Rc<AttemptLog>>,
     ) -> impl Future<Output = Result<Response<UpstreamBody>, ForwardError>> {
         let progress = request.body().progress();
-        let mut forwarding = self.begin(traits, limits);
+        let must_wait = self.must_wait();
+        let mut forwarding = self.begin(traits, limits, must_wait);
         async move {
             let forwarding = forwarding.as_mut().map_err(|error| error.clone())?;
-            let (mut choice, mut held) = match &self.hold {
-                // Others have waited longer.
-                Some(hold) if hold.is_in_use() => {
-                    let waited = self.wait_for_server(hold, forwarding, limits, attempt_log.as_deref(), None);
-                    let (choice, held) = Box::pin(waited).await?;
-                    (choice, Some(held))
-                }
-                _ => (self.load_balancer.choose_first(&self.upstream_health, forwarding.traits, &self.clock), None),
+            let mut next = match must_wait {
+                true => NextAttempt::WhenReachable(None),
+                false => NextAttempt::At(self.load_balancer.choose_first(&self.upstream_health, traits, &self.clock)),
             };
+            // Has the current servers, if they may have changed while the request waited.
+            let mut current: Option<Rc<Forwarder>> = None;
             loop {
-                let server = &self.load_balancer.servers()[choice.server];
+                let (choice, mut held) = match next {
+                    NextAttempt::At(choice) => (choice, None),
+                    NextAttempt::WhenReachable(failure) => {
+                        let forwarder = current.as_deref().unwrap_or(self);
+                        let waiting = forwarder.wait_for_server(forwarding, limits, attempt_log.as_deref(), failure);
+                        let mut held = Box::pin(waiting).await?;
+                        current = held.forwarder.take().or(current);
+                        current.iter().for_each(|forwarder| forwarder.add_host(&mut request));
+                        (held.choice, Some(held))
+                    }
+                };
+                let forwarder = current.as_deref().unwrap_or(self);
+                let server = &forwarder.load_balancer.servers()[choice.server];
                 if let Some(log) = &attempt_log {
                     log.attempt_began(choice.server, request.headers_mut(), &self.clock);
                 }
                 let mut attempt = Attempt {
-                    forwarder: self,
+                    forwarder,
                     choice,
                     active: Some(server.begin_request()),
                     outcome: Some(UpstreamOutcome::Canceled),
@@ -227,38 +301,30 @@ impl Forwarder {
                 {
                     (connection, reused) = (idle, true);
                 } else {
-                    match Box::pin(self.connect(server, forwarding, limits)).await {
+                    match Box::pin(forwarder.connect(server, forwarding, limits)).await {
                         Ok(connected) => (connection, reused) = connected,
                         Err(error) => {
-                            let failed = self.on_connect_failure(forwarding, attempt, error);
-                            match (failed, &self.hold) {
-                                (Ok(next), _) => choice = next,
-                                (Err(error), Some(hold)) if error != RequestError::Overloaded => {
-                                    let log = attempt_log.as_deref();
-                                    let waited = self.wait_for_server(hold, forwarding, limits, log, Some(error));
-                                    let waited = Box::pin(waited).await?;
-                                    (choice, held) = (waited.0, Some(waited.1));
+                            next = match forwarder.on_connect_failure(forwarding, attempt, error) {
+                                Ok(choice) => NextAttempt::At(choice),
+                                Err(error) if forwarder.hold.is_some() && error != RequestError::Overloaded => {
+                                    NextAttempt::WhenReachable(Some(error))
                                 }
-                                (Err(error), _) => {
-                                    return Err(ForwardError { error, may_be_sent: forwarding.may_be_sent });
-                                }
-                            }
+                                Err(error) => return Err(forwarding.failed(error)),
+                            };
                             continue;
                         }
                     }
                 }
-                let limit = self
-                    .attempt_timeout(forwarding)
-                    .map_or(limits.response_head, |limit| limit.min(limits.response_head));
+                let limit = forwarder.attempt_timeout(forwarding).unwrap_or(Duration::MAX).min(limits.response_head);
                 server.pool.set_host(&mut request);
                 connection.prepare_request(&mut request);
                 let started = self.clock.instant();
                 let response = {
                     let sending = pin!(connection.send(request, informational.clone()));
-                    self.await_response(limit, forwarding.deadline, timer, progress.as_deref(), sending).await
+                    forwarder.await_response(limit, forwarding.deadline, timer, progress.as_deref(), sending).await
                 };
-                let next = match response {
-                    Ok(Ok(response)) => self.on_response(forwarding, attempt, connection, response, started),
+                let step = match response {
+                    Ok(Ok(response)) => forwarder.on_response(forwarding, attempt, connection, response, started),
                     Ok(Err(error)) => match progress.as_ref().and_then(|progress| progress.client_error()) {
                         Some(error) => NextStep::Fail(error),
                         None => {
@@ -272,36 +338,50 @@ impl Forwarder {
                                 forwarding.needs_new_connection = false;
                             }
                             let is_stale = reused || is_misdirected;
-                            self.on_connection_error(forwarding, attempt, connection, error, is_stale)
+                            forwarder.on_connection_error(forwarding, attempt, connection, error, is_stale)
                         }
                     },
                     Err(error) => {
                         if matches!(error, RequestError::ResponseTimeout | RequestError::RequestTimeout) {
                             attempt.set_outcome(UpstreamOutcome::TimedOut, AttemptResult::Failure);
                         }
-                        self.on_timeout(forwarding, attempt, connection, error)
+                        forwarder.on_timeout(forwarding, attempt, connection, error)
                     }
                 };
-                match next {
+                (next, request) = match step {
                     NextStep::Respond(response) => return Ok(response),
-                    NextStep::Fail(error) => return Err(error.into()),
-                    NextStep::Retry(next, replay) => (choice, request) = (next, replay),
-                }
+                    NextStep::Fail(error) => return Err(forwarding.failed(error)),
+                    NextStep::Retry(choice, replay) => (NextAttempt::At(choice), replay),
+                    NextStep::Wait(error, replay) => (NextAttempt::WhenReachable(Some(error)), replay),
+                };
             }
         }
     }
 
-    /// Admits a request, unless there is no server, or too many are in flight.
-    fn begin(&self, traits: RequestTraits, limits: &Timeouts) -> Result<Forwarding, RequestError> {
-        let Some(first) = self.load_balancer.servers().get(ServerId::FIRST) else {
-            return Err(RequestError::NoServer);
-        };
-        let permit = match self.upstream_health.policy.max_requests {
-            None => None,
-            Some(max) => match self.upstream_health.request_limit.acquire_request(max) {
-                None => return Err(self.reject(UpstreamLimit::Requests)),
-                permit => permit,
-            },
+    /// Whether a new request waits at once: there is no server, or other requests have waited longer.
+    fn must_wait(&self) -> bool {
+        let has_servers = || self.load_balancer.servers().get(ServerId::FIRST).is_some();
+        self.hold.as_ref().is_some_and(|hold| hold.queue.is_in_use() || !has_servers())
+    }
+
+    /// Whether the request needs a connection that no other request will use.
+    fn needs_exclusive(&self, traits: RequestTraits) -> bool {
+        let first = self.load_balancer.servers().get(ServerId::FIRST);
+        traits.is_upgrade && first.is_some_and(|first| !first.pool.is_http2())
+    }
+
+    /// A permit where `max_requests` limits the requests in flight at the upstream. `Err`: there are too many.
+    fn request_permit(&self) -> Result<Option<RequestPermit>, RequestError> {
+        let Some(max) = self.upstream_health.policy.max_requests else { return Ok(None) };
+        self.upstream_health.request_limit.acquire_request(max).map(Some).ok_or(RequestError::Overloaded)
+    }
+
+    /// Admits a request, unless there is no server, or too many are in flight. A request that waits is not in flight.
+    fn begin(&self, traits: RequestTraits, limits: &Timeouts, must_wait: bool) -> Result<Forwarding, RequestError> {
+        let permit = match must_wait {
+            true => None,
+            false if self.load_balancer.servers().is_empty() => return Err(RequestError::NoServer),
+            false => self.request_permit().map_err(|_many| self.reject(UpstreamLimit::Requests))?,
         };
         self.retry_budget.add_request();
         // The only server, too, gets a request again that waits for it.
@@ -312,7 +392,6 @@ impl Forwarder {
         let attempts = |retries: &Retries| retries.attempts.map_or_else(default, |attempts| attempts as usize);
         let left = self.upstream_health.policy.retries.as_ref().map_or(0, attempts);
         let deadline = limits.request.map(|limit| self.clock.instant() + limit);
-        let is_exclusive = traits.is_upgrade && !first.pool.is_http2();
         Ok(Forwarding {
             traits,
             tried: TriedServers::new(),
@@ -320,7 +399,7 @@ impl Forwarder {
             deadline,
             request_permit: permit,
             needs_new_connection: false,
-            is_exclusive,
+            is_exclusive: self.needs_exclusive(traits),
             may_be_sent: false,
             was_misdirected: false,
             held: None,
@@ -382,7 +461,8 @@ impl Forwarder {
         let ping_after = limits.body.min(limits.response_head) / 2;
         // A connection with a permit is not left to the pool without a request that holds it.
         let (client, is_exclusive) = (forwarding.traits.client, forwarding.is_exclusive);
-        let mut connection = server.pool.connect(client, limit, ping_after, is_exclusive, permit.is_none()).await?;
+        let connecting = server.pool.connect(client, limit, ping_after, is_exclusive, permit.is_none());
+        let mut connection = connecting.await.inspect_err(|_failure| self.upstream_health.suspect_servers())?;
         connection.set_permit(permit);
         if let UpstreamConnection::Http2(_) = connection {
             server.serve_stream_waiters();
@@ -390,26 +470,30 @@ impl Forwarder {
         Ok((connection, false))
     }
 
-    /// Waits until a server is reachable; returns it, and a connection. `failure`: of the attempt to connect before.
+    /// Waits until a server is reachable, and returns a connection to it. `failure`: of the attempt before.
     async fn wait_for_server(
         &self,
-        hold: &Rc<HoldQueue>,
         forwarding: &mut Forwarding,
         limits: &Timeouts,
         log: Option<&AttemptLog>,
         failure: Option<RequestError>,
-    ) -> Result<(Choice, HeldConnection), ForwardError> {
-        let began = self.clock.instant();
+    ) -> Result<HeldConnection, ForwardError> {
+        let Some((hold, limit)) = self.hold.as_ref().zip(self.upstream_health.policy.hold) else {
+            return Err(forwarding.failed(failure.unwrap_or(RequestError::NoServer)));
+        };
+        let (hold, queue, began) = (Rc::clone(hold), &hold.queue, self.clock.instant());
         if let Some(failure) = failure {
-            hold.connect_failed(failure.operator_message(), began);
+            queue.connect_failed(failure.operator_message(), began);
         }
-        let (ticket, until) = *forwarding.held.get_or_insert_with(|| (hold.new_ticket(), began + hold.limit));
+        let (ticket, until) = *forwarding.held.get_or_insert_with(|| (queue.new_ticket(), began + limit));
+        // It is not in flight.
+        forwarding.request_permit = None;
         let may_be_sent = forwarding.may_be_sent;
-        let unreachable = |limit, why: &str| {
-            self.retry_meter.refused(limit);
-            let retry_after_s = hold.limit.as_secs() + u64::from(hold.limit.subsec_nanos() > 0);
-            let error = RequestError::Unreachable { retry_after_s, cause: format!("{why}: {}", hold.last_failure()) };
-            ForwardError { error, may_be_sent }
+        let failed = |error| ForwardError { error, may_be_sent, was_held: true };
+        let unreachable = |of, why: &str| {
+            self.retry_meter.refused(of);
+            let retry_after_s = limit.as_secs() + u64::from(limit.subsec_nanos() > 0);
+            failed(RequestError::Unreachable { retry_after_s, cause: format!("{why}: {}", queue.last_failure()) })
         };
         let (request_limit, max) = (&self.upstream_health.request_limit, self.upstream_health.policy.max_held);
         let Some(permit) = request_limit.acquire_held(max) else {
@@ -417,12 +501,12 @@ impl Forwarder {
         };
         let upstream = &self.upstream_health.name;
         if request_limit.held() == 1 {
-            let for_ms = hold.limit.as_millis() as u64;
-            tracing::warn!(upstream, for_ms, "no server is reachable, requests wait: {}", hold.last_failure());
+            let for_ms = limit.as_millis() as u64;
+            tracing::warn!(upstream, for_ms, "no server is reachable, requests wait: {}", queue.last_failure());
         }
         let counted = self.retry_meter.count_held();
         let end = forwarding.deadline.map_or(until, |deadline| until.min(deadline));
-        let connecting = self.connect_when_reachable(hold, ticket, forwarding, limits);
+        let connecting = self.connect_when_reachable(&hold, ticket, forwarding, limits);
         let connected = tokio::time::timeout(end.saturating_duration_since(began), connecting).await;
         drop((permit, counted));
         let waited = self.clock.instant().saturating_duration_since(began);
@@ -431,61 +515,103 @@ impl Forwarder {
         }
         match connected {
             Ok(Ok(connected)) => {
+                if let Some((log, forwarder)) = log.zip(connected.forwarder.as_ref()) {
+                    log.use_servers(&forwarder.upstream_health);
+                }
                 if request_limit.held() == 0 {
                     let waited_ms = waited.as_millis() as u64;
                     tracing::info!(upstream, waited_ms, "a server is reachable, no request waits any longer");
                 }
                 Ok(connected)
             }
-            Ok(Err(error)) => Err(ForwardError { error, may_be_sent }),
-            Err(_elapsed) if end < until => Err(ForwardError { error: RequestError::RequestTimeout, may_be_sent }),
+            Ok(Err(error)) => Err(failed(error)),
+            Err(_elapsed) if end < until => Err(failed(RequestError::RequestTimeout)),
             Err(_elapsed) => Err(unreachable(UpstreamLimit::HoldTime, "the time of `hold` is over")),
         }
     }
 
-    /// Waits for the turns of a request, and tries one server after the other. Fails only if a server works but has too many
-    /// connections.
+    /// Waits for the turns of a request, and tries one current server after the other. Fails only if a server works but has
+    /// too many connections.
     async fn connect_when_reachable(
         &self,
-        hold: &Rc<HoldQueue>,
+        hold: &Hold,
         ticket: Ticket,
         forwarding: &mut Forwarding,
         limits: &Timeouts,
-    ) -> Result<(Choice, HeldConnection), RequestError> {
+    ) -> Result<HeldConnection, RequestError> {
+        let mut tried_of: Option<Rc<Forwarder>> = None;
         loop {
-            let _turn = hold.turn(ticket).await;
+            let _turn = hold.queue.turn(ticket).await;
             loop {
-                let pause = hold.pause(self.clock.instant());
+                let pause = hold.queue.pause(self.clock.instant());
                 if !pause.is_zero() {
                     tokio::time::sleep(pause).await;
                 }
-                if forwarding.tried.len() >= self.load_balancer.servers().len() {
+                let changed = hold.changed.notified();
+                let current = hold.current.borrow().upgrade();
+                let forwarder = current.as_deref().unwrap_or(self);
+                if !std::ptr::eq(forwarder, tried_of.as_deref().unwrap_or(self)) {
                     forwarding.tried.clear();
+                    tried_of.clone_from(&current);
                 }
-                let now = self.clock.instant();
-                let (health, traits, tried) = (&self.upstream_health, forwarding.traits, &forwarding.tried);
-                let choice = self.load_balancer.choose_next(health, traits, tried, now);
-                let server = &self.load_balancer.servers()[choice.server];
-                let idle = || std::iter::from_fn(|| server.pool.take_ready()).find_map(ready);
-                let idle = if forwarding.is_exclusive { None } else { idle() };
-                let connected = match idle {
-                    Some(connection) => Ok((connection, true)),
-                    None => self.connect(server, forwarding, limits).await,
+                let connecting = forwarder.connect_next(forwarding, limits);
+                let connected = tokio::select! {
+                    connected = connecting => connected,
+                    // Other servers may be reachable.
+                    () = changed => continue,
                 };
                 match connected {
-                    Ok((connection, reused)) => {
-                        hold.connected();
+                    Ok(Some(connected)) => {
+                        hold.queue.connected();
                         // What an earlier server did with a connection says nothing about this one.
                         forwarding.needs_new_connection = false;
-                        return Ok((choice, HeldConnection { connection, reused }));
+                        return Ok(HeldConnection { forwarder: current, ..connected });
                     }
+                    // `max_requests` are in flight.
+                    Ok(None) => tokio::time::sleep(ATTEMPT_PAUSE).await,
                     Err(RequestError::Overloaded) => return Err(RequestError::Overloaded),
-                    Err(error) => hold.connect_failed(error.operator_message(), self.clock.instant()),
+                    Err(error) => hold.queue.connect_failed(error.operator_message(), self.clock.instant()),
                 }
-                forwarding.tried.push(choice.server);
-                if !hold.keeps_turn(ticket) {
+                if !hold.queue.keeps_turn(ticket) {
                     break;
                 }
+            }
+        }
+    }
+
+    /// Tries the next server for a request that waits. `None`: too many requests are in flight.
+    async fn connect_next(
+        &self,
+        forwarding: &mut Forwarding,
+        limits: &Timeouts,
+    ) -> Result<Option<HeldConnection>, RequestError> {
+        let (health, servers) = (&self.upstream_health, self.load_balancer.servers());
+        if servers.is_empty() {
+            health.suspect_servers();
+            return Err(RequestError::NoServer);
+        }
+        let Ok(permit) = self.request_permit() else { return Ok(None) };
+        if forwarding.tried.len() >= servers.len() {
+            forwarding.tried.clear();
+        }
+        forwarding.is_exclusive = self.needs_exclusive(forwarding.traits);
+        let now = self.clock.instant();
+        let choice = self.load_balancer.choose_next(health, forwarding.traits, &forwarding.tried, now);
+        let server = &servers[choice.server];
+        let idle = || std::iter::from_fn(|| server.pool.take_ready()).find_map(ready);
+        let idle = if forwarding.is_exclusive { None } else { idle() };
+        let connected = match idle {
+            Some(connection) => Ok((connection, true)),
+            None => self.connect(server, forwarding, limits).await,
+        };
+        match connected {
+            Ok((connection, reused)) => {
+                forwarding.request_permit = permit;
+                Ok(Some(HeldConnection { connection, reused, choice, forwarder: None }))
+            }
+            Err(error) => {
+                forwarding.tried.push(choice.server);
+                Err(error)
             }
         }
     }
@@ -507,7 +633,7 @@ impl Forwarder {
             self.load_balancer.has_other(&self.upstream_health, server, &forwarding.tried, self.clock.instant());
         // A request that can wait for a server needs no retry at one that does not work.
         let may_retry = is_free || self.hold.is_none();
-        if may_retry && self.may_retry(forwarding, RetryCause::Connect { is_free }) {
+        if may_retry && self.retry(forwarding, RetryCause::Connect { is_free }) == Retry::Now {
             Ok(self.next_server(forwarding, attempt))
         } else {
             Err(error)
@@ -541,12 +667,13 @@ impl Forwarder {
         self.metrics.responded_in(responded_at.duration_since(started));
         connection.on_response_head(responded_at);
         attempt.set_outcome(UpstreamOutcome::Responded, self.result_of_status(response.status()));
-        let replay =
-            if forwarding.traits.is_repeatable && self.may_retry(forwarding, RetryCause::Status(response.status())) {
-                connection.take_replay()
-            } else {
-                None
-            };
+        let replay = if forwarding.traits.is_repeatable
+            && self.retry(forwarding, RetryCause::Status(response.status())) == Retry::Now
+        {
+            connection.take_replay()
+        } else {
+            None
+        };
         let Some(active) = attempt.active.take() else { return NextStep::Fail(RequestError::Panic) };
         match replay {
             None => {
@@ -586,6 +713,7 @@ impl Forwarder {
     ) -> NextStep {
         if !reused && error.is_closed_without_response() {
             self.load_balancer.servers()[attempt.choice.server].pool.mark_suspect();
+            self.upstream_health.suspect_servers();
         }
         if let Some(unsent) = connection.take_unsent() {
             if reused || !forwarding.needs_new_connection {
@@ -595,9 +723,13 @@ impl Forwarder {
                 return NextStep::Retry(attempt.choice, unsent);
             }
             attempt.set_outcome(UpstreamOutcome::Failed, AttemptResult::Failure);
-            return match self.may_retry(forwarding, RetryCause::Reset) {
-                true => NextStep::Retry(self.next_server(forwarding, attempt), unsent),
-                false => NextStep::Fail(RequestError::Upstream(error.to_string())),
+            let error = RequestError::Upstream(error.to_string());
+            return match self.retry(forwarding, RetryCause::Reset) {
+                Retry::Now => NextStep::Retry(self.next_server(forwarding, attempt), unsent),
+                Retry::AfterWait => NextStep::Wait(error, unsent),
+                // Nothing was sent.
+                Retry::No if self.hold.is_some() => NextStep::Wait(error, unsent),
+                Retry::No => NextStep::Fail(error),
             };
         }
         let replay = connection.take_retryable(&error, forwarding.traits.is_repeatable);
@@ -612,11 +744,12 @@ impl Forwarder {
             return NextStep::Retry(attempt.choice, request);
         }
         attempt.set_outcome(UpstreamOutcome::Failed, AttemptResult::Failure);
-        match replay {
-            Some(request) if self.may_retry(forwarding, RetryCause::Reset) => {
-                NextStep::Retry(self.next_server(forwarding, attempt), request)
-            }
-            _ => NextStep::Fail(RequestError::Upstream(error.to_string())),
+        let error = RequestError::Upstream(error.to_string());
+        let Some(request) = replay else { return NextStep::Fail(error) };
+        match self.retry(forwarding, RetryCause::Reset) {
+            Retry::Now => NextStep::Retry(self.next_server(forwarding, attempt), request),
+            Retry::AfterWait => NextStep::Wait(error, request),
+            Retry::No => NextStep::Fail(error),
         }
     }
 
@@ -631,16 +764,16 @@ impl Forwarder {
         let is_try = error == RequestError::ResponseTimeout && self.attempt_timeout(forwarding).is_some();
         forwarding.may_be_sent = true;
         match is_try.then(|| connection.take_replay()).flatten() {
-            Some(request) if self.may_retry(forwarding, RetryCause::Timeout) => {
+            Some(request) if self.retry(forwarding, RetryCause::Timeout) == Retry::Now => {
                 NextStep::Retry(self.next_server(forwarding, attempt), request)
             }
             _ => NextStep::Fail(error),
         }
     }
 
-    /// Whether the request may be retried; if so, takes the retry from the budget, unless it is free.
-    fn may_retry(&self, forwarding: &mut Forwarding, cause: RetryCause) -> bool {
-        let Some(Retries { on, .. }) = &self.upstream_health.policy.retries else { return false };
+    /// Whether the request is retried; if so, takes the retry from the budget, unless it is free.
+    fn retry(&self, forwarding: &mut Forwarding, cause: RetryCause) -> Retry {
+        let Some(Retries { on, .. }) = &self.upstream_health.policy.retries else { return Retry::No };
         let is_cause = match cause {
             RetryCause::Connect { .. } => on.connect_failure,
             RetryCause::Reset => on.reset,
@@ -648,19 +781,23 @@ impl Forwarder {
             RetryCause::Status(status) => on.statuses.contains(&status.as_u16()),
         };
         if !is_cause || forwarding.retries_left == 0 {
-            return false;
+            return Retry::No;
         }
         let now = self.clock.instant();
         if forwarding.deadline.is_some_and(|deadline| deadline <= now) {
-            return false;
+            return Retry::No;
         }
+        let mut retry = Retry::Now;
         if !matches!(cause, RetryCause::Connect { is_free: true }) && !self.retry_budget.try_spend(now) {
             self.retry_meter.over_budget();
-            return false;
+            if self.hold.is_none() || !matches!(cause, RetryCause::Reset) {
+                return Retry::No;
+            }
+            retry = Retry::AfterWait;
         }
         forwarding.retries_left -= 1;
         self.retry_meter.retried();
-        true
+        retry
     }
 
     /// Chooses the server for the next attempt. The result of the last attempt is reported first.

@@ -13,11 +13,9 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
 /// The pause after an attempt that failed.
-const ATTEMPT_PAUSE: Duration = Duration::from_millis(50);
+pub const ATTEMPT_PAUSE: Duration = Duration::from_millis(50);
 
 pub struct HoldQueue {
-    /// The longest wait.
-    pub limit: Duration,
     /// By arrival.
     waiting: RefCell<BTreeMap<Ticket, oneshot::Sender<Turn>>>,
     next_ticket: Cell<Ticket>,
@@ -40,6 +38,19 @@ struct Place<'q> {
     ticket: Ticket,
 }
 
+impl Default for HoldQueue {
+    fn default() -> HoldQueue {
+        HoldQueue {
+            waiting: RefCell::default(),
+            next_ticket: Cell::new(0),
+            turns: Cell::new(0),
+            turns_max: Cell::new(1),
+            paused_until: Cell::new(None),
+            last_failure: RefCell::default(),
+        }
+    }
+}
+
 impl Drop for Place<'_> {
     fn drop(&mut self) {
         self.queue.waiting.borrow_mut().remove(&self.ticket);
@@ -54,18 +65,6 @@ impl Drop for Turn {
 }
 
 impl HoldQueue {
-    pub fn new(limit: Duration) -> Rc<HoldQueue> {
-        Rc::new(HoldQueue {
-            limit,
-            waiting: RefCell::default(),
-            next_ticket: Cell::new(0),
-            turns: Cell::new(0),
-            turns_max: Cell::new(1),
-            paused_until: Cell::new(None),
-            last_failure: RefCell::default(),
-        })
-    }
-
     /// Whether a request waits.
     pub fn is_in_use(&self) -> bool {
         self.turns.get() > 0 || !self.waiting.borrow().is_empty()
@@ -143,7 +142,7 @@ mod tests {
 
     #[test]
     fn requests_connect_in_order_and_more_with_each_connection() {
-        let queue = HoldQueue::new(Duration::from_secs(1));
+        let queue = Rc::new(HoldQueue::default());
         assert!(!queue.is_in_use());
         let tickets: Vec<Ticket> = (0..5).map(|_| queue.new_ticket()).collect();
         let (mut second, mut first) = (pin!(queue.turn(tickets[1])), pin!(queue.turn(tickets[0])));
@@ -175,7 +174,7 @@ mod tests {
 
     #[test]
     fn a_turn_of_a_request_that_leaves_is_passed_on() {
-        let queue = HoldQueue::new(Duration::from_secs(1));
+        let queue = Rc::new(HoldQueue::default());
         let tickets = (queue.new_ticket(), queue.new_ticket(), queue.new_ticket());
         let turn = poll(pin!(queue.turn(tickets.0)).as_mut());
         let mut second = Box::pin(queue.turn(tickets.1));

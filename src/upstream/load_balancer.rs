@@ -428,7 +428,8 @@ mod tests {
         let (name, target) = ("u".to_owned(), Target::Servers(servers.clone()));
         let upstream = Upstream { name, target, policy, transport };
         let registry = Registry::default();
-        let upstream_health = Arc::new(UpstreamHealth::new(&upstream, None, &registry, 1, clock.instant()));
+        let upstream_health =
+            Arc::new(UpstreamHealth::new(&upstream, servers.clone().into(), None, &registry, 1, clock.instant()));
         let pool = |server: &Server| {
             let pool = ConnectionPool::new(server.clone(), &upstream.transport, None, clock.clone());
             ServerPool::new(pool, ActiveGauge::new(&registry, WorkerId::PROCESS, "u", &server.url))

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use tokio::sync::Notify;
 
 use super::request_limit::RequestLimit;
 use transom_config::upstream::{Ejection, Server, ServiceSource, Target, TransportSettings, Upstream, UpstreamPolicy};
@@ -39,6 +40,22 @@ pub struct UpstreamHealth {
     /// Shared by all configurations of this upstream.
     shared: Arc<SharedState>,
     pub request_limit: Arc<RequestLimit>,
+    /// Requests a look-up of the service record that lists the servers.
+    look_up: Option<Arc<Notify>>,
+}
+
+/// The servers of an upstream at a moment.
+#[derive(Default)]
+pub struct ListedServers {
+    pub servers: IdVec<ServerId, Server>,
+    /// Requests a look-up of the service record that lists them, if one does.
+    pub look_up: Option<Arc<Notify>>,
+}
+
+impl From<IdVec<ServerId, Server>> for ListedServers {
+    fn from(servers: IdVec<ServerId, Server>) -> ListedServers {
+        ListedServers { servers, look_up: None }
+    }
 }
 
 /// A server and its health.
@@ -96,11 +113,11 @@ pub enum AttemptResult {
     Unknown,
 }
 
-/// The health of every upstream of a configuration; built-in upstreams have no servers. The state in `former` continues.
-/// `service`: the servers that a service record lists.
+/// The health of every upstream of a configuration; built-in upstreams have no servers. The state in `former` continues,
+/// and an unchanged upstream is the former one. `service`: the servers that a service record lists.
 pub fn build_upstream_health(
     config: &Config,
-    service: impl Fn(&ServiceSource) -> IdVec<ServerId, Server>,
+    service: impl Fn(&ServiceSource) -> ListedServers,
     former: &[Arc<UpstreamHealth>],
     registry: &Registry,
     workers: usize,
@@ -108,11 +125,15 @@ pub fn build_upstream_health(
 ) -> Vec<Arc<UpstreamHealth>> {
     let health_of = |upstream: &Upstream| {
         let previous = former.iter().find(|upstream_health| upstream_health.name == upstream.name);
-        let upstream = match &upstream.target {
-            Target::Service(source) => &Upstream { target: Target::Servers(service(source)), ..upstream.clone() },
-            Target::Echo | Target::Servers(_) => upstream,
+        let listed = match &upstream.target {
+            Target::Service(source) => service(source),
+            Target::Servers(servers) => servers.clone().into(),
+            Target::Echo => ListedServers::default(),
         };
-        Arc::new(UpstreamHealth::new(upstream, previous, registry, workers, now))
+        if let Some(unchanged) = previous.filter(|previous| previous.is_same(upstream, &listed, workers)) {
+            return Arc::clone(unchanged);
+        }
+        Arc::new(UpstreamHealth::new(upstream, listed, previous, registry, workers, now))
     };
     config.upstreams.iter().map(health_of).collect()
 }
@@ -120,15 +141,12 @@ pub fn build_upstream_health(
 impl UpstreamHealth {
     pub fn new(
         upstream: &Upstream,
+        listed: ListedServers,
         previous: Option<&Arc<UpstreamHealth>>,
         registry: &Registry,
         workers: usize,
         now: Instant,
     ) -> UpstreamHealth {
-        let servers = match &upstream.target {
-            Target::Servers(servers) => servers.as_slice(),
-            Target::Echo | Target::Service(_) => &[],
-        };
         let shared = previous.map_or_else(|| Arc::new(SharedState::new(now)), |previous| Arc::clone(&previous.shared));
         let request_limit = previous.map_or_else(Arc::default, |previous| Arc::clone(&previous.request_limit));
         let mut states_by_url = shared.lock();
@@ -145,8 +163,8 @@ impl UpstreamHealth {
                 state
             })
         };
-        let servers =
-            servers.iter().map(|server| MonitoredServer { server: server.clone(), state: state(server) }).collect();
+        let monitored = |server: Server| MonitoredServer { state: state(&server), server };
+        let servers = listed.servers.into_iter().map(monitored).collect();
         drop(states_by_url);
         let upstream_health = UpstreamHealth {
             name: upstream.name.clone(),
@@ -156,10 +174,24 @@ impl UpstreamHealth {
             servers,
             shared,
             request_limit,
+            look_up: listed.look_up,
         };
         upstream_health.clear_disabled_checks();
         upstream_health.shared.changes.fetch_add(1, Relaxed);
         upstream_health
+    }
+
+    fn is_same(&self, upstream: &Upstream, listed: &ListedServers, workers: usize) -> bool {
+        self.transport == upstream.transport
+            && self.policy == upstream.policy
+            && self.workers == workers
+            && self.look_up.as_ref().map(Arc::as_ptr) == listed.look_up.as_ref().map(Arc::as_ptr)
+            && self.servers.iter().map(|known| &known.server).eq(&listed.servers)
+    }
+
+    /// A connection has failed: the servers may have changed.
+    pub fn suspect_servers(&self) {
+        self.look_up.iter().for_each(|look_up| look_up.notify_one());
     }
 
     /// Clears the results of health checks and ejection that the new configuration disables.
@@ -489,7 +521,8 @@ mod tests {
             priority: 0,
         };
         let policy = UpstreamPolicy { ejection: Some(ejection), slow_start: 100 * MS, ..UpstreamPolicy::default() };
-        let servers = (1..=count).map(server).collect();
+        let servers: IdVec<ServerId, Server> = (1..=count).map(server).collect();
+        let listed = servers.clone().into();
         let transport = TransportSettings {
             protocol: UpstreamProtocol::Http1,
             host: HostField::Keep,
@@ -499,7 +532,7 @@ mod tests {
             proxy_protocol: None,
         };
         let upstream = Upstream { name: "u".to_owned(), target: Target::Servers(servers), transport, policy };
-        Arc::new(UpstreamHealth::new(&upstream, previous, &Registry::default(), 1, now))
+        Arc::new(UpstreamHealth::new(&upstream, listed, previous, &Registry::default(), 1, now))
     }
 
     fn ejection(max_ejected: u8) -> Ejection {
@@ -665,6 +698,21 @@ mod tests {
         drop((first, second));
         let filled = upstream_health(2, ejection(50), Some(&empty), now);
         assert_eq!(filled.status(other(), filled.elapsed_ms(now)), ServerStatus::InUse(2048));
+    }
+
+    #[test]
+    fn an_unchanged_upstream_is_the_former_one() {
+        let (now, registry) = (Clock::manual(0).instant(), Registry::default());
+        let build = |settings: &str, former: &[Arc<UpstreamHealth>]| {
+            let text = format!(
+                "[upstreams.u]\nservers = \"http://a\"\n{settings}[[routes]]\npath = \"/\"\nupstream = \"u\"\n"
+            );
+            let config = transom_config::read(&text).unwrap();
+            build_upstream_health(&config, |_| ListedServers::default(), former, &registry, 1, now)
+        };
+        let former = build("", &[]);
+        assert!(Arc::ptr_eq(&former[0], &build("", &former)[0]));
+        assert!(!Arc::ptr_eq(&former[0], &build("max_requests = 1\n", &former)[0]));
     }
 
     #[test]

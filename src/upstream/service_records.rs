@@ -1,8 +1,8 @@
 //! Follows the service records (SRV, RFC 2782) that upstreams name, in a thread of its own.
 //!
-//! A record is looked up again when its time to live ends. The servers that it lists stay in use while look-ups fail, and
-//! also when the record no longer exists: a broken DNS server takes no working server out of use. The main thread gives
-//! changed servers to the workers.
+//! A record is looked up again when its time to live ends, and after a failure to connect to a server. The servers that it
+//! lists stay in use while look-ups fail, and also when the record no longer exists: a broken DNS server takes no working
+//! server out of use. The main thread gives changed servers to the workers.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -11,18 +11,20 @@ use std::time::Duration;
 
 use tokio::sync::{Notify, watch};
 use tokio::task::{JoinHandle, spawn_local};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use super::dns_client::{self, Found, LookUpError};
 use super::dns_message::{Record, RecordType, ServiceRecord};
+use super::server_health::ListedServers;
 use transom_config::ServerId;
 use transom_config::upstream::{Server, ServiceSource};
 use transom_limiter::handles::IdVec;
 use transom_runtime::metrics::Registry;
 use transom_runtime::metrics::upstream::ServiceMetrics;
 
-/// The shortest time from an answer to the next look-up.
-const TTL_MIN: Duration = Duration::from_secs(1);
+/// The shortest time from one look-up to the next.
+const LOOK_UP_PAUSE: Duration = Duration::from_secs(1);
+const TTL_MIN: Duration = LOOK_UP_PAUSE;
 /// Time from the first failure in a row to the next look-up. It doubles with each failure, up to `resolve`.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// Servers of one record that are used; each has series in the metrics.
@@ -41,6 +43,8 @@ pub struct KnownServices {
 #[derive(Default)]
 struct ServiceState {
     servers: IdVec<ServerId, Server>,
+    /// Requests a look-up before the time to live ends.
+    look_up: Arc<Notify>,
     was_looked_up: bool,
     is_failing: bool,
 }
@@ -50,8 +54,12 @@ impl KnownServices {
         self.states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn servers(&self, source: &ServiceSource) -> IdVec<ServerId, Server> {
-        self.lock().get(source).map(|state| state.servers.clone()).unwrap_or_default()
+    pub fn servers(&self, source: &ServiceSource) -> ListedServers {
+        let servers = |state: &ServiceState| ListedServers {
+            servers: state.servers.clone(),
+            look_up: Some(Arc::clone(&state.look_up)),
+        };
+        self.lock().get(source).map(servers).unwrap_or_default()
     }
 
     /// Waits until these records were looked up, for a limited time.
@@ -118,9 +126,9 @@ pub async fn run(mut sources: watch::Receiver<Vec<ServiceSource>>, known: Arc<Kn
         for source in current {
             if let Entry::Vacant(entry) = followers.entry(source) {
                 let source = entry.key().clone();
-                known.lock().entry(source.clone()).or_default();
+                let look_up = Arc::clone(&known.lock().entry(source.clone()).or_default().look_up);
                 let metrics = ServiceMetrics::new(&registry, &source.name);
-                entry.insert(Follower(spawn_local(follow(source, Arc::clone(&known), metrics))));
+                entry.insert(Follower(spawn_local(follow(source, Arc::clone(&known), look_up, metrics))));
             }
         }
         if sources.changed().await.is_err() {
@@ -129,7 +137,7 @@ pub async fn run(mut sources: watch::Receiver<Vec<ServiceSource>>, known: Arc<Kn
     }
 }
 
-async fn follow(source: ServiceSource, known: Arc<KnownServices>, metrics: ServiceMetrics) {
+async fn follow(source: ServiceSource, known: Arc<KnownServices>, look_up: Arc<Notify>, metrics: ServiceMetrics) {
     let longest = source.resolve.max(TTL_MIN);
     let mut retry_after = RETRY_AFTER;
     loop {
@@ -146,7 +154,9 @@ async fn follow(source: ServiceSource, known: Arc<KnownServices>, metrics: Servi
             }
         };
         known.update(&source, found);
-        sleep(pause).await;
+        sleep(LOOK_UP_PAUSE).await;
+        // After that, a request for a look-up ends the pause.
+        let _ = timeout(pause.saturating_sub(LOOK_UP_PAUSE), look_up.notified()).await;
     }
 }
 
@@ -203,7 +213,7 @@ mod tests {
     fn servers_stay_while_look_ups_fail() {
         let (source, known) = (source(), KnownServices::default());
         known.lock().entry(source.clone()).or_default();
-        let urls = || known.servers(&source).iter().map(|server| server.url.clone()).collect::<Vec<_>>();
+        let urls = || known.servers(&source).servers.iter().map(|server| server.url.clone()).collect::<Vec<_>>();
         known.update(&source, Err(LookUpError::NotFound));
         assert!(urls().is_empty());
         known.update(&source, found(&[("b.test", 80), ("a.test", 81), ("b.test", 80), ("", 0), ("a..b", 1)]));

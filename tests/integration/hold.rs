@@ -103,6 +103,66 @@ fn a_request_that_gets_no_server_is_503_and_costs_nothing() {
     assert_eq!(count("transom_upstream_requests_total", &[]), 6);
 }
 
+/// The list is empty at first, and later has a server that is not reachable. `max_requests` counts requests at servers only.
+#[test]
+fn requests_that_wait_go_on_with_other_servers() {
+    let (dead, live) = (Upstream::refusing_connections(), Upstream::always(200));
+    let scratch = TempDir::new();
+    let (list, log) = (scratch.path().join("servers.toml"), scratch.path().join("access.log"));
+    let toml = format!(
+        "workers = 1\n[access_log]\nfile = \"{}\"\n[upstreams.u]\nservers_file = \"{}\"\nhold = \"30s\"\nmax_requests = 1\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        log.display(),
+        list.display(),
+    );
+    let set = |servers: &[&Upstream]| {
+        let urls: Vec<String> = servers.iter().map(|server| format!("\"http://{}\"", server.address)).collect();
+        fs::write(&list, format!("servers = [{}]\n", urls.join(", "))).unwrap();
+    };
+    set(&[]);
+    let mut gateway = Gateway::start(&toml);
+    let mut clients = vec![send(&gateway, "GET", "/0", b"")];
+    eventually("the request waits", || held(&gateway) == 1);
+    set(&[&dead]);
+    gateway.reload(&toml);
+    clients.push(send(&gateway, "POST", "/1", b"body"));
+    eventually("the requests wait", || held(&gateway) == 2);
+    set(&[&dead, &live]);
+    gateway.reload(&toml);
+    clients.iter_mut().for_each(|client| drop(client.read_response().expect(200)));
+    assert_eq!((held(&gateway), live.received()[0].target.as_str()), (0, "/0"));
+    let url = format!("http://{}", live.address);
+    let lines = wait_for_lines(&log, 2);
+    assert!(lines.iter().all(|line| line["server"] == url), "{lines:#?}");
+}
+
+/// Requests that the retry budget does not pay for wait for their next attempt.
+#[test]
+fn a_request_that_was_cut_off_waits_without_a_retry_budget() {
+    let server = Upstream::with_script(|connection| {
+        while let Some(request) = connection.read_request() {
+            if connection.number < 2 {
+                return;
+            }
+            connection.reply(200, &[], request.target.as_bytes());
+        }
+    });
+    let gateway = Gateway::start(&toml(&server, "hold = \"30s\"\nretries = { budget = \"0%\", budget_min = 0 }"));
+    gateway.get("/a").expect(200);
+    assert_eq!(gateway.metrics().sum("transom_upstream_retries_total", &[("outcome", "over_budget")]), 2);
+}
+
+#[test]
+fn a_request_whose_time_ends_while_it_waits_costs_nothing() {
+    let down = Upstream::refusing_connections();
+    let timeouts = "[timeouts]\nrequest = \"50ms\"\n";
+    let gateway = Gateway::start(&format!("{}{timeouts}", toml(&down, "hold = \"30s\"")));
+    for _ in 0..6 {
+        let response = gateway.get("/a").expect(504);
+        assert!(response.field("ratelimit").is_some_and(|field| field.contains("r=4")), "{response:?}");
+    }
+}
+
 /// An nginx that is killed or stopped.
 fn nginx(home: &Path, address: SocketAddr) -> Command {
     let settings = "location / { return 200 fine; }";

@@ -1,6 +1,7 @@
 //! Servers that a service record lists (`srv://`), and DNS servers that an upstream names.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::thread;
 
 use crate::support::dns_server::DnsServer;
 use crate::support::moving_load::{Load, changes, numbered};
@@ -150,4 +151,26 @@ fn moves_of_a_server_behind_a_name_lose_no_request() {
     }
     drop(other);
     load.finish(changes, "name");
+}
+
+/// The answers are to be used for an hour. A failure to connect to the server requests a new look-up.
+#[test]
+fn a_server_that_fails_is_looked_up_again_before_its_time_to_live_ends() {
+    let dns = DnsServer::start();
+    dns.set_ttl(3600);
+    dns.set_addresses(HOST, &[LOCAL]);
+    let server = numbered(anywhere(), 1);
+    dns.set_service(SERVICE, &[(0, 1, server.address.port(), HOST)]);
+    let gateway = gateway(&dns, &format!("srv://{SERVICE}"), "resolve = \"1h\"\nhold = \"10s\"\n");
+    assert_eq!(gateway.get("/a").expect(200).text(), "1");
+    let moved = numbered(anywhere(), 2);
+    dns.set_service(SERVICE, &[(0, 1, moved.address.port(), HOST)]);
+    drop(server);
+    let requests: Vec<_> = (0..4)
+        .map(|_| {
+            let mut client = gateway.client();
+            thread::spawn(move || client.get("/a").expect(200).text())
+        })
+        .collect();
+    requests.into_iter().for_each(|request| assert_eq!(request.join().unwrap(), "2"));
 }

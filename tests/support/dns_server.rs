@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
@@ -28,6 +28,8 @@ struct Zone {
     /// Queries get no response.
     is_silent: AtomicBool,
     tcp_queries: AtomicUsize,
+    /// The time to live of records, beyond one second.
+    longer_s: AtomicU32,
 }
 
 impl DnsServer {
@@ -100,6 +102,10 @@ impl DnsServer {
         self.zone.records.lock().unwrap().clear();
     }
 
+    pub fn set_ttl(&self, seconds: u32) {
+        self.zone.longer_s.store(seconds - 1, Ordering::SeqCst);
+    }
+
     pub fn set_silent(&self, is_silent: bool) {
         self.zone.is_silent.store(is_silent, Ordering::SeqCst);
     }
@@ -147,10 +153,11 @@ impl Zone {
         response[3] = if exists { 0 } else { NAME_ERROR };
         response[6..8].copy_from_slice(&u16::try_from(data.len()).unwrap().to_be_bytes());
         for data in data {
-            // The name of the question, and a time to live of one second.
+            // The name of the question.
             response.extend([0xc0, 12]);
             response.extend(record_type.to_be_bytes());
-            response.extend([0, 1, 0, 0, 0, 1]);
+            response.extend([0, 1]);
+            response.extend((1 + self.longer_s.load(Ordering::SeqCst)).to_be_bytes());
             response.extend(u16::try_from(data.len()).unwrap().to_be_bytes());
             response.extend(data);
         }
