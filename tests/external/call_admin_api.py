@@ -52,7 +52,7 @@ def main():
     described = Path("openapi.json")
     described.write_text(json.dumps(document))
     command = [Path(sys.executable).parent / "schemathesis", "run", described, "--url", url, "--exclude-path", STREAM]
-    command += ["--checks", CHECKS, "--seed", "1", "--max-examples", "40", "--generation-database", "none"]
+    command += ["--checks", CHECKS, "--seed", "1", "--max-examples", "20", "--generation-database", "none"]
     sys.exit(subprocess.run(command + ["--no-color", "--warnings", "off"], check=False).returncode)
 
 

@@ -164,7 +164,7 @@ fn a_refused_upload_always_receives_the_response() {
         let data = format!("@{}", file.display());
         for transport in TRANSPORTS {
             for expect in ["Expect:", "Expect: 100-continue"] {
-                for attempt in 0..if expect == "Expect:" { 20 } else { 3 } {
+                for attempt in 0..if expect == "Expect:" { 8 } else { 2 } {
                     let options = ["--data-binary", data.as_str(), "--header", expect];
                     let response = transport.curl(&tls_gateway, &options, &["/a"]);
                     assert_eq!(response[0].status, 429, "{}, {length} bytes, turn {attempt}", transport.name);

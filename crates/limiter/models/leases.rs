@@ -252,7 +252,7 @@ fn a_refund_never_reaches_another_counter() {
 /// A slot becomes free for one thread while the table is still full for another.
 #[test]
 fn a_full_table_keeps_no_lease() {
-    let outcomes = explore(3, || {
+    let outcomes = explore(2, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(acquire_one(&table, counter(9), 1, 60, 50), Outcome::Acquired(60));
         let results = race(
