@@ -158,6 +158,7 @@ bench: release $(PARTS)/envoy/installed bench-pingora
 	python3 benches/dashboard.py
 	python3 benches/model_apis.py
 	python3 benches/ratelimit_service.py
+	python3 benches/unix_sockets.py
 
 # A gateway that benches/peers.py measures, with dependencies of its own. A part of them needs cmake.
 bench-pingora:
