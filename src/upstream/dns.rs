@@ -16,7 +16,7 @@ use tokio::net::lookup_host;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use super::dns_client;
+use super::dns_client::{self, Found, LookUpError};
 use super::dns_message::{Record, RecordType};
 use transom_runtime::clock::Clock;
 
@@ -152,15 +152,33 @@ impl Resolver {
     async fn ask(&self, servers: &[SocketAddr]) -> io::Result<Vec<SocketAddr>> {
         let ask = |record_type| dns_client::look_up(servers, &self.host, record_type);
         let (a, aaaa) = tokio::join!(ask(RecordType::A), ask(RecordType::Aaaa));
-        let records = match (a, aaaa) {
-            (Err(error), Err(_)) => return Err(io::Error::other(error.to_string())),
-            (a, aaaa) => [a, aaaa].into_iter().flatten().flat_map(|found| found.records),
-        };
+        self.of_both_families(a, aaaa)
+    }
+
+    /// A failure of one look-up keeps the known addresses of its family.
+    fn of_both_families(
+        &self,
+        a: Result<Found, LookUpError>,
+        aaaa: Result<Found, LookUpError>,
+    ) -> io::Result<Vec<SocketAddr>> {
         let address = |record| match record {
             Record::Address(ip) => Some(SocketAddr::new(ip, self.port)),
             Record::Service(_) => None,
         };
-        Ok(records.filter_map(address).collect())
+        let known = self.addresses.borrow();
+        let addresses = |found, is_ipv4: bool| -> Vec<SocketAddr> {
+            match found {
+                Ok(Found { records, .. }) => records.into_iter().filter_map(address).collect(),
+                Err(LookUpError::Failed(_)) => {
+                    known.iter().filter(|known| known.is_ipv4() == is_ipv4).copied().collect()
+                }
+                Err(LookUpError::NotFound | LookUpError::InvalidName) => Vec::new(),
+            }
+        };
+        match (a, aaaa) {
+            (Err(error), Err(_)) => Err(io::Error::other(error.to_string())),
+            (a, aaaa) => Ok([addresses(a, true), addresses(aaaa, false)].concat()),
+        }
     }
 
     fn update(&self, result: io::Result<Vec<SocketAddr>>) -> io::Result<()> {
@@ -225,6 +243,18 @@ mod tests {
         resolver.update(Err(io::Error::other("no server"))).unwrap();
         resolver.update(Ok(Vec::new())).unwrap();
         assert!(resolver.contains(&a) && resolver.generation() == 0);
+    }
+
+    #[test]
+    fn a_failed_lookup_of_one_family_keeps_its_known_addresses() {
+        let resolver = resolver();
+        let (old, new, other) = (address("10.0.0.1:80"), address("10.0.0.2:80"), address("[fd00::1]:80"));
+        resolver.update(Ok(vec![old, other])).unwrap();
+        let found = || Ok(Found { records: vec![Record::Address(new.ip())], ttl: Duration::ZERO });
+        let failed = || Err(LookUpError::Failed(String::from("no server")));
+        assert_eq!(resolver.of_both_families(found(), failed()).unwrap(), [new, other]);
+        assert_eq!(resolver.of_both_families(found(), Err(LookUpError::NotFound)).unwrap(), [new]);
+        assert!(resolver.of_both_families(failed(), failed()).is_err());
     }
 
     #[test]

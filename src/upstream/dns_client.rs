@@ -3,6 +3,7 @@
 //! The system's resolver (`dns.rs`) knows addresses only, and no other servers than the system's. There is no cache: the
 //! callers keep what they have found for as long as its time to live says.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -12,7 +13,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::time::timeout;
 
-use super::dns_message::{Record, RecordType, Response, parse_response, query};
+use super::dns_message::{FORMAT_ERROR, Record, RecordType, Response, parse_response, query, without_opt};
 use transom_config::upstream::parse_dns_server;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -26,8 +27,8 @@ const NDOTS_MAX: usize = 15;
 const SERVERS_MAX: usize = 3;
 /// Of configured servers, which are usually near.
 const CONFIGURED_TIMEOUT: Duration = Duration::from_secs(2);
-/// Without EDNS, responses over UDP have at most 512 bytes.
-const UDP_MAX_BYTES: usize = 4096;
+/// Responses over UDP are shorter, as the query asks.
+const UDP_BUFFER_BYTES: usize = 4096;
 const NO_ERROR: u16 = 0;
 const NAME_ERROR: u16 = 3;
 
@@ -176,11 +177,16 @@ async fn exchange(server: SocketAddr, query: &[u8]) -> io::Result<Response> {
     // Packets of other senders are dropped.
     socket.connect(server).await?;
     socket.send(query).await?;
-    let mut buffer = vec![0; UDP_MAX_BYTES];
+    let (mut query, mut has_opt) = (Cow::Borrowed(query), true);
+    let mut buffer = vec![0; UDP_BUFFER_BYTES];
     loop {
         let length = socket.recv(&mut buffer).await?;
-        match parse_response(&buffer[..length], query) {
-            Some(response) if response.is_truncated => return exchange_over_tcp(server, query).await,
+        match parse_response(&buffer[..length], &query) {
+            Some(Response { code: FORMAT_ERROR, .. }) if has_opt => {
+                (query, has_opt) = (Cow::Owned(without_opt(&query)), false);
+                socket.send(&query).await?;
+            }
+            Some(response) if response.is_truncated => return exchange_over_tcp(server, &query).await,
             Some(response) => return Ok(response),
             // Not the response to this query, which may still arrive.
             None => {}

@@ -1,5 +1,5 @@
-//! DNS messages (RFC 1035), as far as the gateway needs them: queries for addresses and service records (RFC 2782), and
-//! the answers to them. No I/O.
+//! DNS messages (RFC 1035), as far as the gateway needs them: queries for addresses and service records (RFC 2782), with
+//! the length of responses that are received (EDNS, RFC 6891), and the answers to them. No I/O.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -16,6 +16,19 @@ const FLAG_RECURSION_DESIRED: u16 = 1 << 8;
 const CODE_MASK: u16 = 0xf;
 /// The two first bits of a length byte that is a pointer to a name earlier in the message.
 const POINTER: u8 = 0xc0;
+
+/// The longest response over UDP that is asked for, in bytes. It fits in a packet of every usual network.
+const UDP_MAX_BYTES: u16 = 1232;
+/// The record that follows the question: for the root, of type OPT (41), with that length instead of a class, version 0, and
+/// no options.
+const OPT: [u8; 11] = {
+    let [high, low] = UDP_MAX_BYTES.to_be_bytes();
+    [0, 0, 41, high, low, 0, 0, 0, 0, 0, 0]
+};
+/// Where a header has the number of records that follow the answers.
+const ADDITIONAL: std::ops::Range<usize> = 10..12;
+/// The server does not understand the query: perhaps it does not know OPT.
+pub const FORMAT_ERROR: u16 = 1;
 
 /// The types of records that are asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -55,9 +68,9 @@ pub struct Response {
 
 /// A query for the records of a name. `None`: the name is not valid.
 pub fn query(id: u16, name: &str, record_type: RecordType) -> Option<Vec<u8>> {
-    let mut message = Vec::with_capacity(HEADER_LENGTH + name.len() + 6);
-    // One question, and no records.
-    for field in [id, FLAG_RECURSION_DESIRED, 1, 0, 0, 0] {
+    let mut message = Vec::with_capacity(HEADER_LENGTH + name.len() + 6 + OPT.len());
+    // One question, and one record after it.
+    for field in [id, FLAG_RECURSION_DESIRED, 1, 0, 0, 1] {
         message.extend(field.to_be_bytes());
     }
     for label in name.strip_suffix('.').unwrap_or(name).split('.') {
@@ -73,7 +86,20 @@ pub fn query(id: u16, name: &str, record_type: RecordType) -> Option<Vec<u8>> {
     }
     message.extend((record_type as u16).to_be_bytes());
     message.extend(CLASS_IN.to_be_bytes());
+    message.extend(OPT);
     Some(message)
+}
+
+/// A query without OPT.
+pub fn without_opt(query: &[u8]) -> Vec<u8> {
+    let mut message = [&query[..HEADER_LENGTH], question(query)].concat();
+    message[ADDITIONAL].fill(0);
+    message
+}
+
+fn question(query: &[u8]) -> &[u8] {
+    let question = &query[HEADER_LENGTH..];
+    question.strip_suffix(&OPT).filter(|_| query[ADDITIONAL] != [0, 0]).unwrap_or(question)
 }
 
 /// Reads the response to a query. `None`: the message is malformed, or no response to it.
@@ -81,11 +107,15 @@ pub fn parse_response(message: &[u8], query: &[u8]) -> Option<Response> {
     let mut reader = Reader { message, at: 0 };
     let (id, flags) = (reader.read_u16()?, reader.read_u16()?);
     let (questions, answers) = (reader.read_u16()?, reader.read_u16()?);
-    let question = query.get(HEADER_LENGTH..)?;
+    let question = question(query);
     let asked = message.get(HEADER_LENGTH..HEADER_LENGTH + question.len());
-    let is_response = flags & FLAG_RESPONSE != 0 && id.to_be_bytes() == query[..2] && questions == 1;
+    let is_response = flags & FLAG_RESPONSE != 0 && id.to_be_bytes() == query[..2];
+    // A server that does not understand the query may respond with a header alone.
+    if is_response && flags & CODE_MASK == FORMAT_ERROR && message.len() == HEADER_LENGTH {
+        return Some(Response { code: FORMAT_ERROR, is_truncated: false, records: Vec::new() });
+    }
     // Servers may change the case of names.
-    if !is_response || !asked.is_some_and(|asked| asked.eq_ignore_ascii_case(question)) {
+    if !is_response || questions != 1 || !asked.is_some_and(|asked| asked.eq_ignore_ascii_case(question)) {
         return None;
     }
     let record_type = question.last_chunk::<4>().map(|[high, low, ..]| u16::from_be_bytes([*high, *low]))?;
@@ -187,7 +217,7 @@ mod tests {
 
     /// A response with these answers, each with the name of the question.
     fn response(query: &[u8], flags: u16, answers: &[(u16, &[u8])]) -> Vec<u8> {
-        let mut message = query.to_vec();
+        let mut message = without_opt(query);
         message[2..4].copy_from_slice(&(FLAG_RESPONSE | flags).to_be_bytes());
         message[6..8].copy_from_slice(&(answers.len() as u16).to_be_bytes());
         for (record_type, data) in answers {
@@ -203,7 +233,7 @@ mod tests {
     #[test]
     fn records_of_the_type_in_question_are_read() {
         let asked = query(7, NAME, RecordType::Srv).unwrap();
-        assert_eq!(asked.len(), HEADER_LENGTH + NAME.len() + 2 + 4);
+        assert_eq!(asked.len(), HEADER_LENGTH + NAME.len() + 2 + 4 + OPT.len());
         // The target ends with the last two labels of the question.
         let suffix = HEADER_LENGTH + "_api._tcp.".len();
         let data = [&[0, 10, 0, 3, 31, 144, 2, b'A', b'1', POINTER, suffix as u8], &[][..]].concat();
@@ -231,6 +261,9 @@ mod tests {
             assert_eq!(parse_response(&answer, &other.unwrap()), None);
         }
         assert_eq!(parse_response(&asked, &asked), None, "a query");
+        let header = |code| response(&asked, code, &[])[..HEADER_LENGTH].to_vec();
+        assert_eq!(parse_response(&header(FORMAT_ERROR), &asked).unwrap().code, FORMAT_ERROR);
+        assert_eq!(parse_response(&header(0), &asked), None);
         // A message that is cut anywhere, a pointer to itself, and one to a later name.
         assert!((0..answer.len()).all(|length| parse_response(&answer[..length], &asked).is_none()));
         // No bytes cause a panic.
@@ -240,7 +273,7 @@ mod tests {
             (0..3).for_each(|_| changed[random.usize(2..answer.len())] = random.u8(..));
             let _ = parse_response(&changed, &asked);
         }
-        let own = asked.len() + 12 + 6;
+        let own = asked.len() - OPT.len() + 12 + 6;
         for pointer in [own, own + 2] {
             let data = [&[0, 1, 0, 1, 0, 80, POINTER, pointer as u8], &[1, b'a', 0][..]].concat();
             assert_eq!(parse_response(&response(&asked, 0, &[(33, &data)]), &asked), None);

@@ -34,18 +34,23 @@ fn the_servers_of_a_record_are_followed() {
     let (first, second, third) = (numbered(anywhere(), 1), numbered(anywhere(), 2), numbered(anywhere(), 3));
     let port = |server: &Upstream| server.address.port();
     dns.set_addresses(HOST, &[LOCAL]);
-    dns.set_service(SERVICE, &[(10, 1, port(&first), HOST), (20, 1, port(&second), HOST)]);
+    let filler: Vec<String> = (0..40).map(|number| format!("backup-{number}.api.test")).collect();
+    let backups = |count| filler[..count].iter().map(|host| (99, 0, 80, host.as_str()));
+    // Too long for UDP without EDNS.
+    let mut records = vec![(10, 1, port(&first), HOST), (20, 1, port(&second), HOST)];
+    records.extend(backups(15));
+    dns.set_service(SERVICE, &records);
     let gateway = gateway(&dns, &format!("srv://{SERVICE}"), "");
     let servers = |count: usize| (0..count).map(|_| gateway.get("/a").expect(200).text()).collect::<String>();
     // The priority decides.
     assert_eq!(servers(6), "111111");
     drop(first);
-    assert_eq!(servers(6), "222222");
+    assert_eq!((servers(6).as_str(), dns.tcp_queries()), ("222222", 0));
 
-    // Weights decide among servers of one priority. The response is too long for UDP.
-    let filler: Vec<String> = (0..40).map(|number| format!("backup-{number}.api.test")).collect();
-    let mut records = vec![(0, 1, port(&second), HOST), (0, 1000, port(&third), HOST)];
-    records.extend(filler.iter().map(|host| (9, 0, 80, host.as_str())));
+    // Weights decide among servers of one priority. The response is too long for UDP, also to a server that knows EDNS.
+    dns.refuse_opt();
+    records = vec![(0, 1, port(&second), HOST), (0, 1000, port(&third), HOST)];
+    records.extend(backups(40));
     dns.set_service(SERVICE, &records);
     eventually("the next record is used", || gateway.get("/a").expect(200).text() == "3");
     assert!(dns.tcp_queries() > 0);

@@ -9,8 +9,11 @@ use std::thread;
 
 const A: u16 = 1;
 const SRV: u16 = 33;
-/// Of a response over UDP.
+/// Of a response over UDP to a query without OPT.
 const UDP_MAX_BYTES: usize = 512;
+/// Of a query.
+const QUERY_MAX_BYTES: usize = 512;
+const FORMAT_ERROR: u8 = 1;
 const NAME_ERROR: u8 = 3;
 
 /// Ends with its test process.
@@ -27,6 +30,7 @@ struct Zone {
     records: Mutex<Records>,
     /// Queries get no response.
     is_silent: AtomicBool,
+    refuses_opt: AtomicBool,
     tcp_queries: AtomicUsize,
     /// The time to live of records, beyond one second.
     longer_s: AtomicU32,
@@ -40,12 +44,17 @@ impl DnsServer {
         thread::spawn({
             let zone = Arc::clone(&zone);
             move || {
-                let mut buffer = [0; UDP_MAX_BYTES];
+                let mut buffer = [0; QUERY_MAX_BYTES];
                 while let Ok((length, client)) = socket.recv_from(&mut buffer) {
-                    let Some(mut response) = zone.respond(&buffer[..length]) else { continue };
-                    if response.len() > UDP_MAX_BYTES {
+                    let query = &buffer[..length];
+                    let Some(mut response) = zone.respond(query) else { continue };
+                    let question_end = question_end(query);
+                    // OPT has the length instead of a class.
+                    let announced = query.get(question_end + 3..question_end + 5);
+                    let max = announced.map_or(UDP_MAX_BYTES, |max| usize::from(u16::from_be_bytes([max[0], max[1]])));
+                    if response.len() > max {
                         // Truncated, without records.
-                        response.truncate(length);
+                        response.truncate(question_end);
                         response[2] |= 2;
                         response[6..8].fill(0);
                     }
@@ -106,6 +115,11 @@ impl DnsServer {
         self.zone.longer_s.store(seconds - 1, Ordering::SeqCst);
     }
 
+    /// Queries with OPT get an error, as from servers that do not know it.
+    pub fn refuse_opt(&self) {
+        self.zone.refuses_opt.store(true, Ordering::SeqCst);
+    }
+
     pub fn set_silent(&self, is_silent: bool) {
         self.zone.is_silent.store(is_silent, Ordering::SeqCst);
     }
@@ -132,6 +146,15 @@ fn encode_name(name: &str) -> Vec<u8> {
     [labels.flat_map(label).collect(), vec![0]].concat()
 }
 
+/// Where the question of a query ends, and OPT may follow.
+fn question_end(query: &[u8]) -> usize {
+    let mut at = 12;
+    while query[at] != 0 {
+        at += 1 + usize::from(query[at]);
+    }
+    at + 5
+}
+
 impl Zone {
     fn respond(&self, query: &[u8]) -> Option<Vec<u8>> {
         if self.is_silent.load(Ordering::SeqCst) {
@@ -148,8 +171,16 @@ impl Zone {
         let name = name.join(".");
         let exists = records.keys().any(|(known, _)| *known == name);
         let data = records.get(&(name, record_type)).map(Vec::as_slice).unwrap_or_default();
-        let mut response = query.to_vec();
+        let mut response = query[..question_end(query)].to_vec();
         response[2] |= 0x80;
+        if self.refuses_opt.load(Ordering::SeqCst) && response.len() < query.len() {
+            response.truncate(12);
+            response[3] = FORMAT_ERROR;
+            response[4..].fill(0);
+            return Some(response);
+        }
+        // Without the OPT of the query.
+        response[10..12].fill(0);
         response[3] = if exists { 0 } else { NAME_ERROR };
         response[6..8].copy_from_slice(&u16::try_from(data.len()).unwrap().to_be_bytes());
         for data in data {
