@@ -1,4 +1,4 @@
-//! The gateway behind real load balancers, with the configurations of docs/guides/load-balancer.md: clients are told apart by
+//! The gateway behind real load balancers, with the configurations of docs/guides/load-balancer.md: clients are distinguished by
 //! their own addresses, and cannot claim others.
 
 use std::net::SocketAddr;

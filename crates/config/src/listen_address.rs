@@ -147,7 +147,10 @@ fn read_mode(word: &SpannedStr, report: &mut Report) -> Option<u32> {
         return report.reject(word.span.clone(), message, "write `mode = \"0660\"`: user and group can connect");
     };
     if mode & 0o222 == 0 {
-        let message = format!("nobody could connect with the mode {}: that needs write permission", quoted(word.text));
+        let message = format!(
+            "no client could connect with the mode {}: connecting requires write permission",
+            quoted(word.text)
+        );
         return report.reject(word.span.clone(), message, "write `mode = \"0660\"`: user and group can connect");
     }
     Some(mode)

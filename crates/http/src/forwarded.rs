@@ -136,7 +136,7 @@ impl TrustedProxies {
         }
         let (mut client, mut hops) = (peer, 0);
         for address in list.take(HOPS_MAX).map_while(|hop| hop) {
-            // The callers of a proxy's Unix socket are told apart by the proxy.
+            // Only the proxy can distinguish the callers of its Unix socket.
             if address == ClientAddress::Unix && !self.proxies.contains(address) {
                 break;
             }

@@ -10,7 +10,7 @@ use std::hash::{Hash, Hasher};
 use siphasher::sip128::{Hasher128, SipHasher13};
 
 /// A kind of key parts, such as the fields of requests. The user of this crate defines the kinds and reads their values; here,
-/// they are only told apart.
+/// they are only compared.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct PartKind {
     /// The name in texts for people: `header` in `header:x-user`.

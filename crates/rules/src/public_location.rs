@@ -106,7 +106,7 @@ impl PathInverse {
     }
 }
 
-/// The values of the parameters of a rewritten path; `None` if it does not match or its parameters cannot be told apart.
+/// The values of the parameters of a rewritten path; `None` if it does not match or its parameters cannot be distinguished.
 fn captures<'p>(segments: &'p [Segment], path: &'p str) -> Option<Vec<(&'p str, &'p str)>> {
     let mut values = Vec::new();
     let mut start = path.starts_with('/').then_some(1);

@@ -53,7 +53,7 @@ const ROUNDS_MAX: u32 = 1000;
 const ENDS: &str = "a gateway comes to an end after each event";
 const NEVER_OVER: &str = "no window admits more than its limit, and of several gateways what the store has lost";
 const ALL_COUNT: &str = "an admitted request counts in all layers of its rules";
-const NOBODY_WAITS: &str = "no request waits longer than the timeout";
+const NO_REQUEST_WAITS_LONGER: &str = "no request waits longer than the timeout";
 const COUNTED: &str = "when all is quiet, the store counts what was admitted, and what was lost on the way";
 const FITS: &str = "as long as nothing fails, a request is admitted if all requests so far fit in the limit";
 const NOT_REFUSED_FOREVER: &str =
@@ -601,7 +601,7 @@ impl World {
                     }
                     Stage::Unavailable => Stage::Ended,
                     Stage::Waits if now_ms > request.deadline_ms.get() => {
-                        self.broken.get_or_insert_with(|| format!("{NOBODY_WAITS}: {:?}", request.kind));
+                        self.broken.get_or_insert_with(|| format!("{NO_REQUEST_WAITS_LONGER}: {:?}", request.kind));
                         Stage::Waits
                     }
                     stage => stage,
