@@ -119,6 +119,8 @@ pub struct Gateway {
     worker_commands: Vec<UnboundedSender<WorkerCommand>>,
     /// The listening sockets with their configured addresses; passed on in an upgrade.
     sockets: Vec<OpenSocket>,
+    /// Inherited sockets whose files are removed as soon as this process serves.
+    unused_sockets: Vec<OpenSocket>,
     accept_state: watch::Sender<AcceptState>,
     worker_threads: Vec<JoinHandle<()>>,
     admin_thread: Option<JoinHandle<()>>,
@@ -281,12 +283,13 @@ impl Gateway {
             connection_limit: ConnectionLimit::new(&config.listen),
             counters: Arc::clone(&counters),
             snapshot_writer: None,
+            expiries: expiries(&registry, &config),
             registry,
-            expiries: ExpiryGauges::default(),
             shared_by_workers: SharedByWorkers::new(Arc::clone(&counters.table), clock.clone()),
             ready: watch::Sender::new(true),
             worker_commands: Vec::new(),
             sockets: opened.sockets,
+            unused_sockets: Vec::new(),
             accept_state: watch::Sender::new(AcceptState::NotStarted),
             worker_threads: Vec::new(),
             admin_thread: None,
@@ -320,7 +323,6 @@ impl Gateway {
             started_ms: clock.now().unix_ms,
             config: config.clone(),
         };
-        gateway.expiries = expiries(&gateway.registry, &config);
         audit_log::check(&config.admin).map_err(StartError::AuditLog)?;
         gateway.outputs = RecordOutputs {
             access_log: gateway.open_access_log(&config).map_err(StartError::AccessLog)?,
@@ -352,7 +354,7 @@ impl Gateway {
         let (queries, query_inboxes) = (0..workers).map(|_| unbounded_channel()).unzip();
         gateway.history.lock().unwrap_or_else(PoisonError::into_inner).restore(&former.history);
         gateway.start_admin(queries, &mut inherited)?;
-        inherited.unused_address().map_or(Ok(()), |address| Err(StartError::Inherited(address.clone())))?;
+        gateway.unused_sockets = inherited.into_unused().map_err(StartError::Inherited)?;
         gateway.start_workers(opened.by_worker, query_inboxes, &served)?;
         // Started last, so that a failed start leaves the snapshot unchanged.
         let meter = SnapshotMetrics::new(&gateway.registry);
@@ -408,7 +410,9 @@ impl Gateway {
     /// Accepts connections from now on.
     pub fn start_accepting(&mut self) {
         // The process that this one replaces leaves the files now.
-        self.sockets.iter_mut().flat_map(|socket| &mut socket.file).for_each(|file| file.is_owned = true);
+        let files = self.sockets.iter_mut().chain(&mut self.unused_sockets).flat_map(|socket| &mut socket.file);
+        files.for_each(|file| file.is_owned = true);
+        self.unused_sockets.clear();
         self.send_to_workers(|| WorkerCommand::Accept);
         self.accept_state.send_replace(AcceptState::Accepting);
     }

@@ -86,9 +86,13 @@ impl InheritedSockets {
         self.sockets.extract_if(.., |socket| socket.local == local).map(|socket| socket.open).collect()
     }
 
-    /// The address of a socket that was not taken although every socket must be.
-    pub fn unused_address(&self) -> Option<&ListenAddress> {
-        self.sockets.first().filter(|_| self.must_use_all).map(|socket| &socket.local)
+    /// The Unix sockets that were not taken. `Err`: the address of a socket that must be. Others of TCP are closed: they have
+    /// queues of their own.
+    pub fn into_unused(self) -> Result<Vec<OpenSocket>, ListenAddress> {
+        match self.sockets.first() {
+            Some(first) if self.must_use_all => Err(first.local.clone()),
+            _ => Ok(self.sockets.into_iter().map(|socket| socket.open).filter(|open| open.file.is_some()).collect()),
+        }
     }
 }
 

@@ -214,7 +214,11 @@ fn a_stale_socket_is_replaced_and_a_live_one_is_refused() {
 #[test]
 fn an_upgrade_loses_no_request() {
     let (_scratch, path) = socket();
-    let chain = UpgradeChain::start(&toml(&path, "").replace("3/hour", "1000000/hour"));
+    let dropped = path.with_file_name("dropped.sock");
+    let toml = |settings: &str| toml(&path, settings).replace("3/hour", "1000000/hour");
+    let chain = UpgradeChain::start(&toml(&format!("metrics = \"unix:{}\"", dropped.display())));
+    chain.write_config(&toml(""));
+    assert!(dropped.exists());
     let inode = fs::metadata(&path).unwrap().ino();
     let (is_stopped, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
     thread::scope(|scope| {
@@ -243,6 +247,7 @@ fn an_upgrade_loses_no_request() {
         is_stopped.store(true, Ordering::Relaxed);
     });
     assert_eq!(fs::metadata(&path).unwrap().ino(), inode);
+    assert!(!dropped.exists(), "its address is no longer configured");
     let last = chain.serving_pid().unwrap();
     chain.signal("TERM");
     eventually("the last process ends", || !is_alive(last));
