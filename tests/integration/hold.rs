@@ -136,7 +136,7 @@ fn requests_that_wait_go_on_with_other_servers() {
     assert!(lines.iter().all(|line| line["server"] == url), "{lines:#?}");
 }
 
-/// Requests that the retry budget does not pay for wait for their next attempt.
+/// Requests that the retry budget does not pay for wait for their next attempt, and do not count in `max_requests` meanwhile.
 #[test]
 fn a_request_that_was_cut_off_waits_without_a_retry_budget() {
     let server = Upstream::with_script(|connection| {
@@ -147,7 +147,10 @@ fn a_request_that_was_cut_off_waits_without_a_retry_budget() {
             connection.reply(200, &[], request.target.as_bytes());
         }
     });
-    let gateway = Gateway::start(&toml(&server, "hold = \"30s\"\nretries = { budget = \"0%\", budget_min = 0 }"));
+    let gateway = Gateway::start(&toml(
+        &server,
+        "hold = \"5s\"\nmax_requests = 1\nretries = { budget = \"0%\", budget_min = 0 }",
+    ));
     gateway.get("/a").expect(200);
     assert_eq!(gateway.metrics().sum("transom_upstream_retries_total", &[("outcome", "over_budget")]), 2);
 }
