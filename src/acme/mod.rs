@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use instant_acme::{
-    Account, AccountCredentials, AuthorizationStatus, CertificateIdentifier, ChallengeType, Identifier, NewAccount,
-    NewOrder, Order, OrderStatus, RetryPolicy,
+    Account, AccountCredentials, AuthorizationStatus, CertificateIdentifier, ChallengeType, ExternalAccountKey,
+    Identifier, NewAccount, NewOrder, Order, OrderStatus, RetryPolicy,
 };
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
@@ -292,7 +292,10 @@ impl Orderer {
         let contact = acme.email.as_ref().map(|email| format!("mailto:{email}"));
         let contact: Vec<&str> = contact.iter().map(String::as_str).collect();
         let account = NewAccount { contact: &contact, terms_of_service_agreed: true, only_return_existing: false };
-        let (account, credentials) = builder().create(&account, acme.directory.clone(), None).await.map_err(shown)?;
+        let bound = acme.external_account.as_ref();
+        let bound = bound.map(|bound| ExternalAccountKey::new(bound.key_id.clone(), &bound.hmac_key.0));
+        let created = builder().create(&account, acme.directory.clone(), bound.as_ref()).await;
+        let (account, credentials) = created.map_err(shown)?;
         let text = serde_json::to_string(&credentials).map_err(|error| error.to_string())?;
         // The next attempt uses the same account, and does not register another one.
         self.unsaved_account.replace(Some(text.clone()));

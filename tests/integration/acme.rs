@@ -6,6 +6,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use serde_json::Value;
+
 use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
 use crate::support::process::ProcessGroup;
@@ -23,8 +25,14 @@ struct Pebble {
 
 impl Pebble {
     /// Starts an authority that validates at these ports, and whose certificates are valid for some seconds. `rejected_nonces`: how
-    /// many percent of the good ones it rejects.
-    fn start(http_port: u16, tls_port: u16, validity_s: u32, rejected_nonces: &str) -> Pebble {
+    /// many percent of the good ones it rejects. `external_accounts`: key identifiers and keys, one of which it demands; or null.
+    fn start(
+        http_port: u16,
+        tls_port: u16,
+        validity_s: u32,
+        rejected_nonces: &str,
+        external_accounts: &Value,
+    ) -> Pebble {
         let scratch = TempDir::new();
         let (acme, management, dns, dns_management) = (free_port(), free_port(), free_dns_port(), free_port());
         let authority = TestCa::new();
@@ -35,7 +43,7 @@ impl Pebble {
         let settings = serde_json::json!({"pebble": {
             "listenAddress": format!("127.0.0.1:{acme}"), "managementListenAddress": format!("127.0.0.1:{management}"),
             "certificate": scratch.path().join("own.pem"), "privateKey": scratch.path().join("own.key"),
-            "httpPort": http_port, "tlsPort": tls_port, "ocspResponderURL": "", "externalAccountBindingRequired": false,
+            "httpPort": http_port, "tlsPort": tls_port, "ocspResponderURL": "", "externalAccountBindingRequired": !external_accounts.is_null(), "externalAccountMACKeys": external_accounts,
             "certificateValidityPeriod": validity_s,
         }});
         let settings = scratch.write("pebble.json", settings.to_string());
@@ -125,7 +133,7 @@ const ROUTE: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*
 #[test]
 fn a_certificate_is_ordered_and_renewed() {
     let (http, https) = (free_port(), free_port());
-    let pebble = Pebble::start(http, 1, 9, "0");
+    let pebble = Pebble::start(http, 1, 9, "0", &Value::Null);
     let storage = pebble.scratch.path().join("acme");
     let toml = format!(
         "[listen]\nhttp = \"127.0.0.1:{http}\"\nadmin = \"127.0.0.1:0\"\n[listen.https]\naddress = \"127.0.0.1:{https}\"\n{}{ROUTE}\
@@ -162,7 +170,7 @@ fn a_certificate_is_ordered_and_renewed() {
 fn gateways_share_a_certificate() {
     let redis = RedisServer::start();
     let (one, other) = (free_port(), free_port());
-    let pebble = Pebble::start(1, other, 3600, "10");
+    let pebble = Pebble::start(1, other, 3600, "10", &Value::Null);
     let toml = |https: u16| {
         let acme = pebble.toml(&["shared.gateway.test"], "shared");
         let store = format!("[counters.shared]\nredis = \"{}\"\n", redis.url());
@@ -188,7 +196,7 @@ fn gateways_share_a_certificate() {
 /// The authority cannot reach the gateway: the certificate of the file stays in use, and the failure is counted.
 #[test]
 fn a_failed_order_leaves_the_certificate_in_use() {
-    let pebble = Pebble::start(1, 1, 3600, "0");
+    let pebble = Pebble::start(1, 1, 3600, "0", &Value::Null);
     let files = TestCa::new().issue(&["file.gateway.test"]);
     let write = |name: &str, text: &str| pebble.scratch.write(name, text).display().to_string();
     let (certificate, key) = (write("file.pem", &files.pem), write("file.key", &files.key_pem));
@@ -206,19 +214,23 @@ fn a_failed_order_leaves_the_certificate_in_use() {
     }
 }
 
-/// The account of an order whose storage fails is used by the next order, instead of another one.
+/// The authority demands accounts that are bound to one of its customers. The account of an order whose storage fails is used by the
+/// next order, instead of another one.
 #[test]
 fn an_account_that_cannot_be_stored_is_not_registered_twice() {
     let https = free_port();
-    let pebble = Pebble::start(1, https, 3600, "0");
+    let key = "zWNDZM6eQGHWpSRTPal5eIUYFTu7EajVIoguysqZ9wG44nMEtx3MUAsUDkMTQ12W";
+    let pebble = Pebble::start(1, https, 3600, "0", &serde_json::json!({ "kid-1": key }));
     let storage = pebble.scratch.path().join("acme");
     let port = pebble.directory.rsplit_once(':').unwrap().1.trim_end_matches("/dir");
     // The draft of the account cannot be written.
     let draft = storage.join(format!("account-127.0.0.1-{port}.json.new"));
     fs::create_dir_all(&draft).unwrap();
+    let key_file = pebble.scratch.write("eab.key", format!("{key}\n"));
+    let bound = format!("eab_kid = \"kid-1\", eab_hmac_key_file = \"{}\", storage", key_file.display());
     let toml = format!(
         "[listen]\nadmin = \"127.0.0.1:0\"\n[listen.https]\naddress = \"127.0.0.1:{https}\"\n{}{ROUTE}",
-        pebble.toml(&["stored.gateway.test"], &storage.display().to_string())
+        pebble.toml(&["stored.gateway.test"], &storage.display().to_string()).replace("storage", &bound)
     );
     let gateway = Gateway::start_at(&toml, now_s());
     eventually_within(Duration::from_secs(60), "the order fails", || orders(&gateway, "failed") == 1);

@@ -3,6 +3,10 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
+use base64::Engine as _;
+use base64::alphabet::URL_SAFE;
+use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
+
 use super::RouteId;
 use super::certificate::PEM_FILE;
 use super::client_tls::{ClientTls, ClientTlsSettings, SystemRoots, suggest_ca};
@@ -11,14 +15,21 @@ use super::diagnostics::{Parsed, Report, Span, quoted};
 use super::host::{is_name, read_distinct};
 use super::listen::Listen;
 use super::path::{PathPattern, PatternKind};
+use super::redis::read_secret;
 use super::route::Route;
 use super::route_actions::{Actions, LocalResponse};
 use super::settings::{Custom, Inline, Kind, Required, Shape, Text};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::upstream::{Scheme, Server, parse_url};
+use super::values::Secret;
 use transom_http::path_normalize::PathReading;
 use transom_limiter::handles::IdVec;
 
+/// Authorities show keys with and without padding.
+const BASE64URL: GeneralPurpose = GeneralPurpose::new(
+    &URL_SAFE,
+    GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
+);
 const LETS_ENCRYPT: &str = "https://acme-v02.api.letsencrypt.org/directory";
 const DIRECTORY_EXAMPLE: &str = "\"https://acme-v02.api.letsencrypt.org/directory\"";
 const STORAGE_FIX: &str = "write `storage = \"/var/lib/transom/acme\"`, or `storage = \"shared\"` for several gateways";
@@ -44,6 +55,10 @@ settings! {
         directory: Option<SpannedString> = Text("URL", DIRECTORY_EXAMPLE);
         /// Authorities of the server of `directory`. Without it: the system's authorities.
         ca: Option<SpannedString> = PEM_FILE;
+        /// Key identifier of the customer account at authorities that need one (external account binding, RFC 8555, section 7.3.4).
+        eab_kid: Option<SpannedString> = Text("text", "\"KID\"");
+        /// File with the HMAC key of `eab_kid`, in base64url as the authority shows it.
+        eab_hmac_key_file: Option<SpannedString> = Text("path of a file", "\"FILE\"");
         /// Profile of the certificate that the authority offers, such as `"shortlived"` for 6 days.
         profile: Option<SpannedString> = Text("name", "\"shortlived\"");
         /// Directory for the account, the certificate and its key, which only the gateway may read; or `"shared"`: the store of
@@ -62,6 +77,13 @@ pub enum AcmeStorage {
     Shared,
 }
 
+/// The customer account that a new ACME account is bound to (RFC 8555, section 7.3.4).
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ExternalAccount {
+    pub key_id: String,
+    pub hmac_key: Secret<Vec<u8>>,
+}
+
 /// The order of a certificate.
 #[derive(Clone, Debug)]
 pub struct Acme {
@@ -73,6 +95,7 @@ pub struct Acme {
     pub server: Server,
     /// For `https`; the authority may have other resources on other servers.
     pub tls: Option<ClientTls>,
+    pub external_account: Option<ExternalAccount>,
     pub profile: Option<String>,
     pub storage: AcmeStorage,
     /// The position of the setting. Equal orders may have different positions.
@@ -81,9 +104,10 @@ pub struct Acme {
 
 impl PartialEq for Acme {
     fn eq(&self, other: &Acme) -> bool {
-        let Acme { domains, email, directory, server: _, tls, profile, storage, span: _ } = self;
+        let Acme { domains, email, directory, server: _, tls, external_account, profile, storage, span: _ } = self;
         (domains, email, directory) == (&other.domains, &other.email, &other.directory)
-            && (tls, profile, storage) == (&other.tls, &other.profile, &other.storage)
+            && (tls, external_account) == (&other.tls, &other.external_account)
+            && (profile, storage) == (&other.profile, &other.storage)
     }
 }
 
@@ -94,6 +118,7 @@ pub fn kind() -> Custom<Option<Acme>> {
 fn read_acme(item: &Item, report: &mut Report) -> Option<Option<Acme>> {
     let settings = Inline::<AcmeSettings>::or(FIX).read(item, report)?;
     let text = |setting: &Option<SpannedString>| setting.as_ref().map(|text| text.text.clone());
+    let external_account = read_external_account(&settings, report);
     let directory = settings.directory.clone().unwrap_or_else(|| SpannedString {
         key: String::from("directory"),
         key_span: item.key_span.clone(),
@@ -110,6 +135,7 @@ fn read_acme(item: &Item, report: &mut Report) -> Option<Option<Acme>> {
     };
     Some(Some(Acme {
         email: text(&settings.email),
+        external_account,
         profile: text(&settings.profile),
         domains: Some(settings.domains).filter(|domains| !domains.is_empty())?,
         directory: directory.text,
@@ -118,6 +144,18 @@ fn read_acme(item: &Item, report: &mut Report) -> Option<Option<Acme>> {
         storage: settings.storage?,
         span: item.key_span.clone(),
     }))
+}
+
+fn read_external_account(settings: &AcmeSettings, report: &mut Report) -> Option<ExternalAccount> {
+    let (key_id, file) = (settings.eab_kid.as_ref()?, settings.eab_hmac_key_file.as_ref()?);
+    let (key, _) = read_secret(Some(file), None, report)?;
+    match BASE64URL.decode(key.trim_ascii()) {
+        Ok(key) => Some(ExternalAccount { key_id: key_id.text.clone(), hmac_key: Secret(key) }),
+        Err(_) => {
+            let message = format!("the key in {} is not base64url", quoted(&file.text));
+            report.reject(file.span.clone(), message, "write the HMAC key there as the authority shows it")
+        }
+    }
 }
 
 /// Parses the URL of a directory. Without TLS, anyone on the way could exchange the certificate.
@@ -177,6 +215,12 @@ fn check_acme(settings: &mut AcmeSettings, table: &mut Table, report: &mut Repor
             _ => "write `directory = \"https://acme-staging-v02.api.letsencrypt.org/directory\"`",
         };
         table.suggest_for(key, meant, fix);
+    }
+    for (given, other) in [("eab_kid", "eab_hmac_key_file"), ("eab_hmac_key_file", "eab_kid")] {
+        if let (Some(item), true) = (table.given(given), table.lacks(other)) {
+            let fix = format!("add `{other}`: the authority shows both, or remove it");
+            report.missing(item.key_span, format!("`{given}` is given without `{other}`"), fix);
+        }
     }
     if let Some(email) = settings.email.as_ref().filter(|email| !is_address(&email.text)) {
         let message = format!("{} is not an e-mail address", quoted(&email.text));

@@ -316,7 +316,7 @@ fn read_password(
 
 /// Reads the secret that one of two settings names, a file or an environment variable, without the line end that
 /// editors add. Returns also the setting.
-fn read_secret<'s>(
+pub(super) fn read_secret<'s>(
     file: Option<&'s SpannedString>,
     variable: Option<&'s SpannedString>,
     report: &mut Report,
