@@ -7,6 +7,7 @@ use std::process::Command;
 
 use serde_json::json;
 use transom_config::access::{AccessSettings, DenySettings};
+use transom_config::acme::AcmeSettings;
 use transom_config::body_condition::BodyCondition;
 use transom_config::certificate::CertificateFiles;
 use transom_config::client_tls::ClientTlsSettings;
@@ -476,6 +477,7 @@ fn the_configuration_reference_equals_the_declarations_of_settings_and_key_parts
         ("## `[listen]`", Listen::settings()),
         ("### Unix sockets", SocketTable::settings()),
         ("## `[listen.https]`", [CertificateFiles::settings(), Https::settings()].concat()),
+        ("### ACME", AcmeSettings::settings()),
         ("## `[admin]`", Admin::settings()),
         ("### Tokens", AdminToken::settings()),
         ("## `[limits]`", Limits::settings()),

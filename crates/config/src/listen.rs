@@ -347,7 +347,7 @@ settings! {
         };
         /// Lowest TLS version.
         min_version: TlsVersion = Choice(TlsVersion::V1_2, &[("1.2", TlsVersion::V1_2), ("1.3", TlsVersion::V1_3)]);
-        /// Order a certificate, and renew it. `certificate` is then optional; the ordered certificate is used for its names.
+        /// Order a [certificate over ACME](#acme), and renew it. `certificate` is then optional; the ordered certificate is used for its names.
         acme: Option<Acme> = acme::kind();
     }
 }
