@@ -315,7 +315,9 @@ impl Forwarder {
                         }
                     }
                 }
-                let limit = forwarder.attempt_timeout(forwarding).unwrap_or(Duration::MAX).min(limits.response_head);
+                let limit = forwarder
+                    .attempt_timeout(forwarding)
+                    .map_or(limits.response_head, |limit| limit.min(limits.response_head));
                 server.pool.set_host(&mut request);
                 connection.prepare_request(&mut request);
                 let started = self.clock.instant();
