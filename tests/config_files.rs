@@ -963,3 +963,10 @@ fn toml_fragments() -> Vec<&'static str> {
     ];
     words.into_iter().chain(TYPOS).collect()
 }
+
+/// The route that answers ACME challenges is not one of the file.
+#[test]
+fn only_routes_of_the_file_are_counted() {
+    let config = good("acme.toml");
+    assert_eq!((config.routes.len(), config.configured_routes()), (2, 1));
+}

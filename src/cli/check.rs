@@ -87,7 +87,7 @@ pub fn check(path: &Path, options: Options) -> Exit {
 }
 
 fn print_messages(path: &Path, config: &Config, messages: &[LintMessage], fine: &str) {
-    let (routes, rules) = (counted(config.routes.len(), "route"), counted(config.rules.len(), "rule"));
+    let (routes, rules) = (counted(config.configured_routes(), "route"), counted(config.rules.len(), "rule"));
     print_out!("{}: {fine}{routes}, {rules}, {}", path.display(), counted(config.upstreams.len(), "upstream"));
     for message in messages {
         print_out!("  {message}");
@@ -108,7 +108,7 @@ fn to_json(path: &Path, config: &Config, messages: &[LintMessage], servers: Opti
     let server = |ServerReport { subject, findings }: &ServerReport| json!({ "server": subject, "findings": findings.iter().map(finding).collect::<Vec<_>>() });
     let mut result = json!({
         "file": path.display().to_string(), "valid": true,
-        "routes": config.routes.len(), "rules": config.rules.len(), "upstreams": config.upstreams.len(),
+        "routes": config.configured_routes(), "rules": config.rules.len(), "upstreams": config.upstreams.len(),
         "messages": messages.iter().map(message).collect::<Vec<_>>(),
     });
     if let Some(servers) = servers {

@@ -39,7 +39,7 @@ fn about(gateway: &Gateway, file: &Path) -> Vec<String> {
     vec![
         format!("transom {}", env!("CARGO_PKG_VERSION")),
         format!("configuration: {}", file.display()),
-        format!("{}, {}", counted(config.routes.len(), "route"), counted(config.rules.len(), "rule")),
+        format!("{}, {}", counted(config.configured_routes(), "route"), counted(config.rules.len(), "rule")),
         counted(gateway.workers(), "worker"),
     ]
 }

@@ -122,6 +122,12 @@ fn orders(gateway: &Gateway, outcome: &str) -> u64 {
     gateway.metrics().sum("transom_acme_orders_total", &[("outcome", outcome)])
 }
 
+/// When the certificate of this name expires, as the gateway states it.
+fn expiry_s(gateway: &Gateway, name: &str) -> u64 {
+    let certificate = format!("acme:{name}");
+    gateway.metrics().sum("transom_certificate_expiry_timestamp_seconds", &[("certificate", certificate.as_str())])
+}
+
 fn now_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()
 }
@@ -147,6 +153,7 @@ fn a_certificate_is_ordered_and_renewed() {
         assert_eq!(pebble.get(address, name).as_deref(), Some("200"), "{name}");
     }
     let first = serial(address, "a.gateway.test");
+    eventually("the expiry is stated", || expiry_s(&gateway, "a.gateway.test") > now_s() - 60);
     assert_eq!(gateway.get("/.well-known/acme-challenge/unknown").status, 200, "of the catch-all route: another host");
     let unknown = gateway.get_with("/.well-known/acme-challenge/unknown", &[("host", "a.gateway.test")]);
     assert_eq!(unknown.status, 404);

@@ -77,6 +77,7 @@ use notify::Notify;
 use path::ForwardPath;
 use redaction::HiddenValues;
 use route::Route;
+use route_actions::LocalResponse;
 use rule::{GatewayRule, RATE_LIMIT_STYLES, RateLimitStyle};
 use settings::{
     Boolean, Choice, Custom, DAY_MS, Integer, Kind, OFF_FIX, Optional, Required, Restart, Section, Shape, Texts, Time,
@@ -145,6 +146,14 @@ impl Config {
     /// The rules as the limiter knows them.
     pub fn limiter_rules(&self) -> impl Iterator<Item = &Rule> {
         self.rules.iter().map(|rule| &rule.rule)
+    }
+
+    /// The number of routes in the file, without that of [ACME challenges](acme::add_challenge_route).
+    pub fn configured_routes(&self) -> usize {
+        let answers_challenges = |route: &Route| {
+            route.actions.as_ref().is_some_and(|actions| actions.response == Some(LocalResponse::AcmeChallenge))
+        };
+        self.routes.iter().filter(|route| !answers_challenges(route)).count()
     }
 }
 

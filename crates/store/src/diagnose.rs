@@ -88,7 +88,7 @@ const OUTSIDE_CLUSTER: Check = (
     Problem,
     |info| info.get("cluster_enabled") == "1",
     "it is a node of a cluster",
-    "write its URL in brackets: `redis = [\"redis://HOST:PORT\"]`",
+    "write its URL in brackets: `redis = [URL]`",
 );
 const BEHIND_SENTINELS: Check = (
     Note,
@@ -106,7 +106,7 @@ const COMPLETE_CLUSTER: Check = (
 );
 
 /// Fixes in the gateway's configuration for errors that have one of these words; the first match applies.
-const FIXES: [(&str, &str); 14] = [
+const FIXES: [(&str, &str); 16] = [
     ("NOPERM|ACL failure|can't run", "grant the user the rights: `ACL SETUSER NAME on >PASSWORD KEYS RIGHTS`"),
     (
         "DB index|switch database",
@@ -116,9 +116,14 @@ const FIXES: [(&str, &str); 14] = [
     ("not accept the user", "check `username` and the password; a user without `on` in its ACL is disabled"),
     ("Parse error", "another service listens there: check the address and the port"),
     ("SENTINEL", "it is not a sentinel: name sentinels in `redis`, or remove `sentinel_master`"),
+    ("EVALSHA", "it runs no scripts: if it is a sentinel, add `sentinel_master = \"NAME\"`"),
     ("No such master", "set `sentinel_master` to the name in its `sentinel monitor NAME …`"),
-    ("cluster support", "it is not a node of a cluster: write it without brackets, `redis = \"redis://HOST:PORT\"`"),
+    ("cluster support", "it is not a node of a cluster: write its URL without brackets"),
     ("UnknownIssuer|BadSignature", "name the CA that issued its certificate: `ca = \"FILE\"`"),
+    (
+        "CaUsedAsEndEntity",
+        "its certificate is that of an authority (`CA:TRUE`): issue one for the server, and name the authority in `ca`",
+    ),
     ("not valid for name", "write `server_name = \"NAME\"` with a name that its certificate has"),
     ("CertificateRequired|HandshakeFailure", "it requires a client certificate: write `certificate` and `private_key`"),
     ("refused|No such file|denied", "check that it runs and listens there (`bind`, `port`, `unixsocket`)"),

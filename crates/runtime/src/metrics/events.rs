@@ -1051,6 +1051,8 @@ pub struct AcmeMetrics {
     name: String,
     issued: Arc<MetricCell>,
     failed: Arc<MetricCell>,
+    /// Kept so that the series is not removed as unused.
+    expiry: RefCell<Option<Arc<MetricCell>>>,
 }
 
 impl AcmeMetrics {
@@ -1058,7 +1060,13 @@ impl AcmeMetrics {
         let cell =
             |outcome| registry.cell(&ACME_ORDERS, WorkerId::PROCESS, &[("certificate", name), ("outcome", outcome)]);
         let (issued, failed) = (cell("issued"), cell("failed"));
-        AcmeMetrics { registry: Arc::clone(registry), name: name.to_owned(), issued, failed }
+        AcmeMetrics {
+            registry: Arc::clone(registry),
+            name: name.to_owned(),
+            issued,
+            failed,
+            expiry: RefCell::default(),
+        }
     }
 
     pub fn issued(&self) {
@@ -1074,6 +1082,7 @@ impl AcmeMetrics {
         let certificate = format!("acme:{}", self.name);
         let cell = self.registry.cell(&CERTIFICATE_EXPIRY, WorkerId::PROCESS, &[("certificate", &certificate)]);
         cell.set(u64::try_from(not_after_s).unwrap_or(0));
+        self.expiry.replace(Some(cell));
     }
 }
 
