@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use transom_config::diagnostics::Problem;
+
 use crate::source::{Effect, Note, Position};
 
 /// Settings of a route that have no effect on a response of the gateway.
@@ -154,6 +156,8 @@ pub struct Route {
     pub headers: Vec<(String, Value)>,
     pub scheme: Option<&'static str>,
     pub section: Section,
+    /// Where the imported configuration has it.
+    pub position: Option<Position>,
 }
 
 impl Route {
@@ -163,6 +167,16 @@ impl Route {
             == (&other.path, &other.methods, &other.headers, other.scheme)
             && (self.hosts == other.hosts || self.hosts.iter().any(|host| other.hosts.contains(host)))
     }
+}
+
+/// A part of the text, by its index.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Part {
+    /// The first ones, such as `[listen]`.
+    General,
+    Upstream(usize),
+    Rule(usize),
+    Route(usize),
 }
 
 /// A file that the configuration names.
@@ -234,6 +248,71 @@ impl Gateway {
         }
     }
 
+    /// Removes what the gateway does not accept, and closes the routes that depend on it: an importer knows fewer restrictions than
+    /// the gateway. `section`: the line with its name. `position`: of the imported file. Whether there was anything to remove.
+    pub fn repair(&mut self, part: Part, section: &str, position: &Position, problem: &Problem) -> bool {
+        let line: Vec<&str> = problem.line_text.split_whitespace().collect();
+        let text = format!("`{}`: {}", line.join(" "), problem.message);
+        let uses = |section: &Section, setting: &str, name: &str| match section.get(setting) {
+            Some(Value::Text(used)) => used == name,
+            Some(Value::List(used)) => used.contains(&name.into()),
+            _ => false,
+        };
+        let of_name = |routes: &[Route], setting: &str, name: &str| -> Vec<usize> {
+            (0..routes.len()).filter(|at| uses(&routes[*at].section, setting, name)).collect()
+        };
+        let closed = match part {
+            Part::General => {
+                let sections = [
+                    ("listen", &mut self.listen),
+                    ("limits", &mut self.limits),
+                    ("timeouts", &mut self.timeouts),
+                    ("clients", &mut self.clients),
+                    ("access", &mut self.access),
+                ];
+                let removed = match section.trim_matches(['[', ']']) {
+                    "listen.https" => std::mem::take(&mut self.https),
+                    name => sections
+                        .into_iter()
+                        .filter(|(known, _)| *known == name)
+                        .map(|(_, section)| std::mem::take(section))
+                        .collect(),
+                };
+                if removed.iter().all(|section| section.settings.is_empty()) {
+                    return false;
+                }
+                self.note(Effect::NotEnforced, position, text);
+                return true;
+            }
+            Part::Route(index) => vec![index],
+            Part::Rule(index) => of_name(&self.routes, "rules", &self.rules.remove(index).name),
+            Part::Upstream(index) => of_name(&self.routes, "upstream", &self.upstreams.remove(index).name),
+        };
+        if closed.is_empty() {
+            self.note(Effect::NotEnforced, position, text.as_str());
+        }
+        for index in closed {
+            let mut route = std::mem::take(&mut self.routes[index]);
+            let position = route.position.clone().unwrap_or_else(|| position.clone());
+            let refusal: Value = table([("status", 403.into())]);
+            if matches!(&route.section.settings[..], [(name, value)] if name == "respond" && *value == refusal) {
+                self.routes.remove(index);
+                self.note(
+                    Effect::NotEnforced,
+                    &position,
+                    format!("the route for `{}` is left out: {text}", route.path),
+                );
+                continue;
+            }
+            route.section.settings = vec![("respond".to_owned(), refusal)];
+            let text = format!("the route for `{}` is closed: {text}", route.path);
+            let comment = self.placed_note(Effect::Stricter, &position, text);
+            route.section.comment(comment);
+            self.routes[index] = route;
+        }
+        true
+    }
+
     /// The notes without a section.
     pub fn unplaced_notes(&self) -> impl Iterator<Item = &Note> {
         self.notes.iter().enumerate().filter(|(index, _)| !self.placed.contains(index)).map(|(_, note)| note)
@@ -261,7 +340,7 @@ impl Gateway {
                     known.section.comments = comments;
                 }
             }
-            None => self.routes.push(route),
+            None => self.routes.push(Route { position: Some(position.clone()), ..route }),
         }
     }
 }

@@ -254,7 +254,11 @@ impl<'d> Importer<'d> {
                         burst + 1,
                         duration_text(1_000_000_u64.div_ceil(requests))
                     ));
-                    section.set("windows", windows(rate.window()));
+                    let window = rate.window();
+                    if let Some(why) = rate.slower(&window) {
+                        entry.note_at(&mut self.gateway, &mut section, Effect::Stricter, &why);
+                    }
+                    section.set("windows", windows(window));
                 }
             }
             if !exempt.is_empty() {

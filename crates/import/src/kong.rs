@@ -693,8 +693,10 @@ impl<'d> Importer<'d> {
                     }
                     let methods = route.texts_of("methods").iter().map(|method| method.to_uppercase()).collect();
                     let (hosts, path, headers) = (hosts.clone(), pattern, headers.clone());
-                    self.gateway
-                        .add_route(Route { hosts, path, methods, headers, scheme: None, section }, &route.position);
+                    self.gateway.add_route(
+                        Route { hosts, path, methods, headers, scheme: None, section, position: None },
+                        &route.position,
+                    );
                 }
             }
         }

@@ -26,7 +26,7 @@ mod tree;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use gateway::{Gateway, NamedFile};
+use gateway::{Gateway, NamedFile, Part};
 use source::{Effect, ImportError, Note, Position};
 use transom_config::diagnostics::{Inputs, ListFolder, Problem, ReadFile};
 
@@ -107,9 +107,6 @@ impl Import {
 
 /// Where the dashboard and the commands reach the gateway.
 const ADMIN: &str = "127.0.0.1:9900";
-/// Most sections that are turned into comments because the gateway does not accept them.
-const REPAIRS_MAX: usize = 100;
-
 /// Translates the files of a product.
 pub fn import(product: &Product, files: &Files, paths: &[PathBuf]) -> Result<Import, ImportError> {
     let Translated { mut gateway, total, translated } = (product.import)(files, paths)?;
@@ -117,24 +114,24 @@ pub fn import(product: &Product, files: &Files, paths: &[PathBuf]) -> Result<Imp
     gateway.remove_repeated_servers();
     let names: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
     let heading = format!("Imported from {} with `transom import {}`.", names.join(", "), product.name);
-    let mut text = toml_writer::write(&gateway, &heading);
-    let mut notes = gateway.notes;
-    for _ in 0..REPAIRS_MAX {
-        let Some(problem) = problem(&text, files, &gateway.files) else { break };
-        let (message, file) = (problem.message, names.first().map_or("", String::as_str));
-        let repaired = problem.file.is_none().then(|| without_section(&text, problem.line)).flatten();
-        let Some(repaired) = repaired else {
-            // Without any route, for example. What was left out says why.
-            let fix = notes.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n  ");
-            let message = format!("the gateway cannot use the result: {message}");
-            return Err(ImportError { position: None, message, fix });
+    loop {
+        let (text, parts) = toml_writer::write(&gateway, &heading);
+        let Some(problem) = problem(&text, files, &gateway.files) else {
+            let mut notes = gateway.notes;
+            notes.sort_by(|a, b| a.effect.cmp(&b.effect).then_with(|| a.position.cmp(&b.position)));
+            return Ok(Import { text, files: gateway.files, notes, total, translated });
         };
-        text = repaired;
-        let note = format!("`{}`: {message}", problem.line_text.trim());
-        notes.push(Note { effect: Effect::NotEnforced, position: Position { file: file.into(), line: 1 }, text: note });
+        let start: usize = text.split_inclusive('\n').take(problem.line.saturating_sub(1)).map(str::len).sum();
+        let part = parts.iter().rev().find(|(begin, _)| *begin <= start).map_or(Part::General, |(_, part)| *part);
+        let section = text[..start].lines().chain([problem.line_text.as_str()]).rfind(|line| line.starts_with('['));
+        let position = Position { file: names.first().map_or("", String::as_str).into(), line: 1 };
+        if problem.file.is_some() || !gateway.repair(part, section.unwrap_or_default(), &position, &problem) {
+            // Without any route, for example. What was left out says why.
+            let notes: String = gateway.notes.iter().map(|note| format!("\n  {note}")).collect();
+            let message = format!("the gateway cannot use the result: {}{notes}", problem.message);
+            return Err(ImportError { position: None, message, fix: String::new() });
+        }
     }
-    notes.sort_by(|a, b| a.effect.cmp(&b.effect).then_with(|| a.position.cmp(&b.position)));
-    Ok(Import { text, files: gateway.files, notes, total, translated })
 }
 
 /// The first problem of a configuration, as `transom check` finds it.
@@ -147,19 +144,6 @@ fn problem(text: &str, files: &Files, named: &[NamedFile]) -> Option<Problem> {
     let inputs = Inputs { files: &read, ..Inputs::NONE };
     let problems = transom_config::read_with_inputs(text, inputs).err()?;
     problems.into_iter().next()
-}
-
-/// Turns the section around a line into a comment: an importer knows fewer restrictions than the gateway.
-fn without_section(text: &str, line: usize) -> Option<String> {
-    let lines: Vec<&str> = text.lines().collect();
-    let start = (0..line.min(lines.len())).rev().find(|at| lines[*at].starts_with('['))?;
-    let is_end = |at: &usize| lines[*at].is_empty() || (*at > start && lines[*at].starts_with(['[', '#']));
-    let end = (start..lines.len()).find(is_end).unwrap_or(lines.len());
-    let commented = |(at, line): (usize, &&str)| match (start..end).contains(&at) {
-        true => format!("# {line}\n"),
-        false => format!("{line}\n"),
-    };
-    Some(lines.iter().enumerate().map(commented).collect())
 }
 
 #[cfg(test)]

@@ -64,6 +64,8 @@ pub struct Rate {
 const ROUND_LIMITS: u64 = 10;
 /// The most tokens in a window that are tried.
 const LIMIT_MAX: u64 = 1000;
+/// The shortest period of a window.
+const PERIOD_MIN_MS: u64 = 10;
 
 impl Rate {
     /// The windows of a bucket that refuses what exceeds the burst.
@@ -93,20 +95,34 @@ impl Rate {
         Some((window, max_delay_ms))
     }
 
-    /// The shortest period in which the bucket admits `limit` requests.
+    /// The shortest period of a window in which the bucket admits `limit` requests.
     fn interval_ms(&self, limit: u64) -> u64 {
-        limit.saturating_mul(self.period_ms).div_ceil(self.requests).max(1)
+        limit.saturating_mul(self.period_ms).div_ceil(self.requests).max(PERIOD_MIN_MS)
+    }
+
+    /// Why a window admits fewer requests than the rate; `None` unless its period is the shortest one.
+    pub fn slower(&self, window: &Window) -> Option<String> {
+        let is_slower = window.period_ms == PERIOD_MIN_MS && self.loss(window.limit) > self.requests;
+        is_slower.then(|| {
+            let rate = 1000 / PERIOD_MIN_MS * window.limit;
+            format!("periods are at least 10 ms: {rate} requests a second are admitted")
+        })
+    }
+
+    /// By how much a window of `limit` requests is slower than the bucket: 0 if they are equally fast.
+    fn loss(&self, limit: u64) -> u64 {
+        let of_window = self.interval_ms(limit).saturating_mul(self.requests);
+        of_window.saturating_sub(limit.saturating_mul(self.period_ms))
     }
 
     /// Tokens of a window: one if possible. Periods are whole milliseconds, so that other rates need several.
     fn limit(&self) -> u64 {
         let largest = self.burst.div_ceil(2).clamp(1, LIMIT_MAX);
-        let is_exact = |limit: &u64| (limit * self.period_ms).is_multiple_of(self.requests);
-        let loss = |limit: u64| (self.interval_ms(limit) * self.requests - limit * self.period_ms) / limit.max(1);
+        let is_exact = |limit: &u64| self.loss(*limit) == 0;
         (1..=largest.min(ROUND_LIMITS))
             .find(is_exact)
-            .or_else(|| (1..=largest).find(|limit| loss(*limit) * 100 <= self.period_ms))
-            .or_else(|| (1..=largest).min_by_key(|limit| loss(*limit)))
+            .or_else(|| (1..=largest).find(|limit| self.loss(*limit) / limit * 100 <= self.period_ms))
+            .or_else(|| (1..=largest).min_by_key(|limit| self.loss(*limit) / limit))
             .unwrap_or(1)
     }
 }
@@ -132,7 +148,9 @@ mod tests {
         assert_eq!(written(30, 1000, 20), "3/100ms up to 18");
         assert_eq!(written(30, 60_000, 5), "1/2000ms up to 5");
         assert_eq!(written(116, 1_000_000, 5), "1/8621ms up to 5");
-        assert_eq!(written(900, 1000, 5), "3/4ms up to 3");
+        assert_eq!(written(900, 1000, 5), "3/10ms up to 3");
+        assert_eq!(written(200, 1000, 20), "2/10ms up to 19");
+        assert_eq!(written(500, 1000, 0), "1/10ms up to 1 first-request");
         assert_eq!(written(900, 1000, 20), "9/10ms up to 12");
         assert_eq!(written(5, 1000, 1), "1/200ms up to 1");
         assert_eq!(written(5, 1000, 0), "1/200ms up to 1 first-request");
@@ -142,11 +160,11 @@ mod tests {
     /// The most that the windows admit in an interval, against the bucket.
     #[test]
     fn windows_never_admit_more_than_the_bucket() {
-        for (requests, period_ms, burst) in
-            (1..60).flat_map(|n| [1, 2, 5, 20, 100].map(|burst| (n * 7, 1000, burst))).chain([(116, 1_000_000, 9)])
-        {
+        let rates = (1..60).flat_map(|n| [1, 2, 5, 20, 100].map(|burst| (n * 7, 1000, burst)));
+        for (requests, period_ms, burst) in rates.chain([(116, 1_000_000, 9), (5000, 1000, 1), (250, 1000, 3)]) {
             let rate = Rate { requests, period_ms, burst };
             let window = rate.window();
+            assert!(window.period_ms >= PERIOD_MIN_MS, "{rate:?}: {window:?}");
             for edges in 1..50 {
                 let interval_ms = (edges - 1) * window.period_ms;
                 let ours = window.capacity.unwrap_or(window.limit) + edges * window.limit;

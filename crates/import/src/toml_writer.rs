@@ -3,13 +3,13 @@
 
 use std::fmt::Write as _;
 
-use crate::gateway::{Gateway, Named, Route, Section, Value, one_or_list};
+use crate::gateway::{Gateway, Named, Part, Route, Section, Value, one_or_list};
 
 /// Longest line of comments and lists.
 const COLUMNS: usize = 120;
 
-/// The text of the gateway.toml. `heading`: the first comment.
-pub fn write(gateway: &Gateway, heading: &str) -> String {
+/// The text of the gateway.toml, and the offsets at which its parts begin. `heading`: the first comment.
+pub fn write(gateway: &Gateway, heading: &str) -> (String, Vec<(usize, Part)>) {
     let mut out = String::new();
     write_comment(&mut out, heading);
     let unplaced: Vec<String> = gateway.unplaced_notes().map(ToString::to_string).collect();
@@ -30,10 +30,20 @@ pub fn write(gateway: &Gateway, heading: &str) -> String {
     ] {
         write_section(&mut out, header, section);
     }
-    gateway.upstreams.iter().for_each(|upstream| write_named(&mut out, "upstreams", upstream));
-    gateway.rules.iter().for_each(|rule| write_named(&mut out, "rules", rule));
-    gateway.routes.iter().for_each(|route| write_route(&mut out, route));
-    out
+    let mut parts = vec![(0, Part::General)];
+    for (index, upstream) in gateway.upstreams.iter().enumerate() {
+        parts.push((out.len(), Part::Upstream(index)));
+        write_named(&mut out, "upstreams", upstream);
+    }
+    for (index, rule) in gateway.rules.iter().enumerate() {
+        parts.push((out.len(), Part::Rule(index)));
+        write_named(&mut out, "rules", rule);
+    }
+    for (index, route) in gateway.routes.iter().enumerate() {
+        parts.push((out.len(), Part::Route(index)));
+        write_route(&mut out, route);
+    }
+    (out, parts)
 }
 
 fn write_named(out: &mut String, kind: &str, named: &Named) {
@@ -157,7 +167,7 @@ mod tests {
         let mut route = Route { path: "/".to_owned(), ..Route::default() };
         route.section.set("respond", crate::gateway::table([("status", 200.into()), ("body", text.into())]));
         gateway.routes.push(route);
-        let config = transom_config::read(&write(&gateway, "heading")).unwrap();
+        let config = transom_config::read(&write(&gateway, "heading").0).unwrap();
         assert_eq!(config.routes.len(), 1);
     }
 }

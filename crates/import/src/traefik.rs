@@ -254,7 +254,7 @@ impl<'d> Importer<'d> {
                 applied.set_path(&mut section, &mut path);
             }
             let (hosts, methods, headers) = (hosts.clone(), methods.clone(), headers.clone());
-            let route = Route { hosts, path, methods, headers, scheme: None, section };
+            let route = Route { hosts, path, methods, headers, scheme: None, section, position: None };
             self.gateway.add_route(route, &router.node.position);
         }
     }
@@ -392,6 +392,9 @@ impl<'d> Importer<'d> {
             let burst = node.number_of("burst").unwrap_or(1).max(1);
             let rate = Rate { requests: average, period_ms, burst: burst - 1 };
             let window: Window = rate.window();
+            if let Some(why) = rate.slower(&window) {
+                kind.note_at(&mut self.gateway, &mut section, Effect::Stricter, &why);
+            }
             section.comment(format!(
                 "Traefik admits {burst} requests at once, and {average} each {}. In any interval, this window admits at most as many.",
                 crate::rate::duration_text(period_ms)

@@ -302,7 +302,7 @@ impl<'d> Variables<'d> {
     }
 }
 
-fn mark_all(block: &Directive) {
+pub fn mark_all(block: &Directive) {
     block.mark(Fate::Translated);
     block.children().iter().for_each(|entry| entry.mark(Fate::Translated));
 }

@@ -210,12 +210,18 @@ impl<'d> Importer<'d> {
         }
         let delaying = if is_mixed { None } else { rate.delaying_window(undelayed(smallest)) };
         if let Some((window, max_delay_ms)) = delaying.filter(|_| undelayed(smallest) < rate.burst) {
+            if let Some(why) = rate.slower(&window) {
+                self.note_at(section, Effect::Stricter, smallest.directive, &why);
+            }
             section.set("windows", windows(window));
             section.set("on_limit", "delay");
             section.set("max_delay", duration_text(max_delay_ms));
             return;
         }
         let window = rate.window();
+        if let Some(why) = rate.slower(&window) {
+            self.note_at(section, Effect::Stricter, smallest.directive, &why);
+        }
         section.set("windows", windows(window));
         if rate.burst > 0 {
             section.comment(format!(

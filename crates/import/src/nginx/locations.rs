@@ -1,5 +1,6 @@
 //! `location` blocks as routes: what they match, and what they do.
 
+use super::keys::mark_all;
 use super::limits::RuleUse;
 use super::servers::Server;
 use super::syntax::{Directive, Fate};
@@ -220,6 +221,12 @@ impl<'d> Importer<'d> {
             }
             return;
         }
+        if scope.own("internal").is_some() {
+            // Clients get this response. What the location does otherwise, only other directives use.
+            block.children().iter().filter(|child| child.name != "location").for_each(mark_all);
+            section.set("respond", table([("status", 404.into())]));
+            return self.add_routes(routes, &patterns, &[], section, block);
+        }
         if let Some(answer) = scope.own("return") {
             // nginx responds before it counts and before it checks addresses.
             self.set_return(&mut section, answer, server);
@@ -352,6 +359,7 @@ impl<'d> Importer<'d> {
                 headers: Vec::new(),
                 scheme: routes.scheme,
                 section,
+                position: None,
             };
             self.gateway.add_route(route, &directive.position);
         }
@@ -379,11 +387,6 @@ impl<'d> Importer<'d> {
             section.set("upstream", upstream);
             self.set_path(section, block, scope, &target, kind);
             return true;
-        }
-        if let Some(internal) = scope.own("internal") {
-            internal.mark(Fate::Translated);
-            section.set("respond", table([("status", 404.into())]));
-            return false;
         }
         let other = OTHER_HANDLERS.iter().find_map(|name| scope.own(name));
         if let Some(other) = other {
@@ -579,7 +582,8 @@ impl<'d> Importer<'d> {
 
 /// Whether a location has limits or access rules of its own.
 fn restricts(block: &Directive) -> bool {
-    block.children().iter().any(|child| directives::limits_access(&child.name) || child.name == "return")
+    let is_restriction = |name: &str| directives::limits_access(name) || ["return", "internal"].contains(&name);
+    block.children().iter().any(|child| is_restriction(&child.name))
 }
 
 fn set_rules(section: &mut Section, rules: Vec<String>) {
