@@ -122,12 +122,17 @@ fn name_matches(encoded: &[u8], name: &[u8]) -> Result<bool, InvalidEscape> {
 }
 
 /// Whether some servers take an encoded name for `name`, which it is not. PHP replaces `.`, `[` and spaces by `_`, skips leading
-/// spaces, and ends a name at NUL; ASP.NET ignores case.
+/// spaces, and ends a name at NUL; ASP.NET ignores case. PHP, Rack and the `qs` of Express take `name[]=a` for a list `name`.
 fn is_look_alike(encoded: &[u8], name: &[u8]) -> bool {
+    if encoded.len() < name.len() {
+        return false;
+    }
     let fold = |byte: u8| if matches!(byte, b'.' | b'[' | b' ') { b'_' } else { byte.to_ascii_lowercase() };
     let decoded = PercentDecoder::new(encoded).map_while(Result::ok).skip_while(|byte| *byte == b' ');
-    let folded = decoded.take_while(|byte| *byte != 0).map(fold);
-    folded.eq(name.iter().copied().map(fold)) && name_matches(encoded, name) != Ok(true)
+    let decoded = decoded.take_while(|byte| *byte != 0);
+    let is_name = |decoded: &mut dyn Iterator<Item = u8>| decoded.map(fold).eq(name.iter().copied().map(fold));
+    (is_name(&mut decoded.clone()) || is_name(&mut decoded.take_while(|byte| *byte != b'[')))
+        && name_matches(encoded, name) != Ok(true)
 }
 
 /// The value of a cookie. Cookies are pairs `a=b; c=d` (RFC 6265, section 5.4) in one field or several (RFC 9113,
@@ -351,6 +356,19 @@ mod tests {
         for query in ["token=a&token=b", "token=a&token=a", "token&token=a", "token=a&%74oken=b", "token=&x&token="] {
             assert_eq!(token(query), Ok(Some("repeated".to_owned())), "{query}");
         }
+    }
+
+    /// PHP, Rack and Express read these as the parameter itself.
+    #[test]
+    fn a_list_of_the_name_is_repeated() {
+        for query in ["token[]=a", "token[0]=a", "token%5B%5D=a", "token=a&token[x]=b", "x=1;token[]=a", "TOKEN[a"] {
+            assert_eq!(token(query), Ok(Some("repeated".to_owned())), "{query}");
+        }
+        for query in ["tokens[]=1&token=a", "x[token]=1&token=a", "[token]=1&token=a"] {
+            assert_eq!(token(query), Ok(Some("a".to_owned())), "{query}");
+        }
+        let single = Ok(Occurrence::Single(Cow::Borrowed(&b"a"[..])));
+        assert_eq!(query_parameter("filter[id]=1&filter[user]=a", "filter[user]"), single);
     }
 
     #[test]

@@ -9,6 +9,9 @@ use crate::router::{capture_wildcards, end_of_segment};
 use transom_config::path::{PathPattern, Segment};
 use transom_config::route_actions::PathChange;
 
+/// Of the names of cookies that browsers bind to a host (RFC 6265bis, section 4.1.3.2).
+const HOST_PREFIX: &str = "__Host-";
+
 /// How the path change of a route is undone.
 #[derive(Debug)]
 pub struct PathInverse {
@@ -93,8 +96,10 @@ impl PathInverse {
             }
         };
         let public = if public.is_empty() { String::from("/") } else { public };
-        // Two slashes would begin a host.
-        (!public.starts_with("//") && !public.starts_with("/\\")).then_some(public)
+        // Two slashes would begin a host. Browsers read `\` as `/`, and ignore tabs.
+        let is_clear =
+            !public.starts_with("//") && !public.starts_with("/\\") && public.bytes().all(|byte| byte >= b' ');
+        is_clear.then_some(public)
     }
 
     /// The `Path` of a cookie for the requests that the server receives with this path or below it.
@@ -209,7 +214,7 @@ impl PublicLocation {
         is_server: &impl Fn(UrlAuthority<'_>) -> bool,
     ) -> Option<String> {
         // A browser accepts such a cookie only with the path `/` and without a domain.
-        if cookie.starts_with("__Host-") {
+        if cookie.get(..HOST_PREFIX.len()).is_some_and(|start| start.eq_ignore_ascii_case(HOST_PREFIX)) {
             return None;
         }
         let mut attributes = cookie.split(';');
@@ -322,6 +327,8 @@ mod tests {
             // The rest would be another host.
             ("/{*r}", prefix("", "/all"), &["x"], "/all//evil.example", "/all//evil.example"),
             ("/{*r}", prefix("", "/all"), &["x"], "/all/\\evil.example", "/all/\\evil.example"),
+            ("/{*r}", prefix("", "/all"), &["x"], "/all/\t/evil.example", "/all/\t/evil.example"),
+            ("/{*r}", rewrite("/app/{*r}"), &["x"], "/app/\t/evil.example", "/app/\t/evil.example"),
             ("/u/{id}/{*r}", rewrite("/v2/{id}/of/{*r}"), &["7", "x"], "/v2/8/of/a/b?c", "/u/8/a/b?c"),
             ("/u/{id}/{*r}", rewrite("/v2/{id}/of/{*r}"), &["7", "x"], "/v2/8/at/a", "/v2/8/at/a"),
             // What the rewritten path does not say is as in the request.
@@ -380,6 +387,7 @@ mod tests {
             ("a=b; Domain=other.example", "a=b; Domain=other.example"),
             ("a=b", "a=b"),
             ("__Host-a=b; Path=/; Secure", "__Host-a=b; Path=/; Secure"),
+            ("__host-a=b; Path=/; Secure", "__host-a=b; Path=/; Secure"),
         ] {
             assert_eq!(cookie(strip(), of_server), public);
         }

@@ -6,7 +6,9 @@
 //! methods over one without; one with networks over one without, and the narrower networks; more required fields and query
 //! parameters over fewer; at last, the order of the file. If no route of a branch
 //! matches method and fields, the search continues in less specific branches. The time grows with the segments of the path
-//! and the lengths of literal text that segments with wildcards have, not with the number of routes.
+//! and the lengths of literal text that segments with wildcards have, not with the number of routes; except that routes whose
+//! paths differ only between two wildcards of a segment, or that have one path and different conditions, are tried one after
+//! the other.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -27,7 +29,8 @@ use transom_config::route::Route;
 use transom_http::client_address::ClientAddress;
 use transom_http::path_normalize::TrailingSlash;
 use transom_http::request_values::{InvalidEscape, Occurrence, has_query_parameter, query_parameter_or_empty};
-use transom_limiter::handles::IdVec;
+use transom_limiter::handles;
+use transom_limiter::handles::{Handle as _, IdVec};
 use transom_limiter::ip_prefix::Networks;
 
 /// Segments of a path that are matched one by one; deeper paths match catch-alls only.
@@ -117,10 +120,27 @@ struct Conditions {
     methods: Vec<Method>,
     /// A field has to be present, with the value if there is one.
     headers: Vec<(HeaderName, Option<HeaderValue>)>,
-    /// As `headers`, decoded.
-    query: Vec<(String, Option<String>)>,
+    query: Vec<ParameterCondition>,
     networks: Option<RouteNetworks>,
 }
+
+/// A query parameter that has to be present, with the value if there is one, decoded.
+#[derive(Clone, Debug)]
+struct ParameterCondition {
+    name: String,
+    /// The same for all conditions of the name.
+    id: ParameterId,
+    value: Option<String>,
+}
+
+handles! {
+    /// The name of a query parameter in the conditions of routes.
+    ParameterId,
+}
+
+/// The parameters of one query that were read: each name once, however many routes have it.
+#[derive(Default)]
+struct ParameterValues<'q>(Vec<Option<Result<Occurrence<'q>, InvalidEscape>>>);
 
 /// The networks to which the address of the client must belong.
 #[derive(Clone, Debug)]
@@ -174,19 +194,26 @@ impl<F: for<'c> FnMut(&'c Candidate, &RouteQuery<'_>) -> Result<bool, Ambiguity<
 impl Router {
     pub fn new(routes: &IdVec<RouteId, Route>, trailing_slash: TrailingSlash) -> Router {
         let with_scheme = |secure: Option<bool>| move |(_, route): &(RouteId, &Route)| route.secure == secure;
+        let mut names = BTreeMap::new();
         let by_scheme = [false, true].map(|secure| {
             let mut routes = routes.enumerate().filter(with_scheme(Some(secure))).peekable();
             routes.peek().is_some().then_some(())?;
-            Some(Box::new(Router::build(routes, trailing_slash)))
+            Some(Box::new(Router::build(routes, trailing_slash, &mut names)))
         });
-        Router { by_scheme, ..Router::build(routes.enumerate().filter(with_scheme(None)), trailing_slash) }
+        let routes = routes.enumerate().filter(with_scheme(None));
+        Router { by_scheme, ..Router::build(routes, trailing_slash, &mut names) }
     }
 
-    fn build<'r>(routes: impl Iterator<Item = (RouteId, &'r Route)>, trailing_slash: TrailingSlash) -> Router {
+    /// `names`: of the query parameters in conditions.
+    fn build<'r>(
+        routes: impl Iterator<Item = (RouteId, &'r Route)>,
+        trailing_slash: TrailingSlash,
+        names: &mut BTreeMap<&'r str, ParameterId>,
+    ) -> Router {
         let (mut hosts, mut wildcards) = (BTreeMap::<&str, Tree>::new(), BTreeMap::<&str, Tree>::new());
         let mut any = Tree::default();
         for (id, route) in routes {
-            let candidate = Candidate::new(id, route);
+            let candidate = Candidate::new(id, route, names);
             if route.hosts.is_empty() {
                 any.insert(&route.path, candidate.clone());
             }
@@ -265,7 +292,8 @@ impl Router {
     /// The route that matches a request. `params` receives the values of its parameters as ranges of the
     /// path, in path order.
     pub fn find(&self, query: &RouteQuery<'_>, params: &mut Vec<Range<usize>>) -> Match<'_> {
-        self.search(query, params, &mut Candidate::matches)
+        let mut values = ParameterValues::default();
+        self.search(query, params, &mut |candidate, _| candidate.matches(query, &mut values))
     }
 
     /// The routes whose scheme, host and path match a request, the most specific first, each with the condition that the
@@ -540,7 +568,7 @@ impl Tree {
 }
 
 impl Candidate {
-    fn new(id: RouteId, route: &Route) -> Candidate {
+    fn new<'r>(id: RouteId, route: &'r Route, names: &mut BTreeMap<&'r str, ParameterId>) -> Candidate {
         // The configuration check rejects invalid names, values and methods.
         let methods: Vec<Method> = route.methods.iter().filter_map(|m| Method::from_bytes(m.as_bytes()).ok()).collect();
         let header = |(name, value): &(String, Option<String>)| {
@@ -552,7 +580,12 @@ impl Candidate {
             networks: Arc::new(Networks::new(route.networks.iter().map(|network| (*network, ())))),
             widest,
         });
-        let conditions = Conditions { methods, headers, query: route.query.clone(), networks };
+        let query = route.query.iter().map(|(name, value)| {
+            let next = ParameterId::at(names.len());
+            let id = *names.entry(name).or_insert(next);
+            ParameterCondition { name: name.clone(), id, value: value.clone() }
+        });
+        let conditions = Conditions { methods, headers, query: query.collect(), networks };
         Candidate { route: id, conditions: conditions.exist().then(|| Box::new(conditions)) }
     }
 
@@ -564,14 +597,14 @@ impl Candidate {
         // A route for HEAD precedes one for GET, which also matches HEAD.
         let by_get = conditions.methods.contains(&Method::GET) && !conditions.methods.contains(&Method::HEAD);
         let values = conditions.headers.iter().filter(|(_, value)| value.is_some()).count()
-            + conditions.query.iter().filter(|(_, value)| value.is_some()).count();
+            + conditions.query.iter().filter(|condition| condition.value.is_some()).count();
         let widest = conditions.networks.as_ref().map(|networks| networks.widest);
         let names = conditions.headers.len() + conditions.query.len();
         (conditions.methods.is_empty(), Reverse(widest), Reverse([names, values]), by_get, self.route)
     }
 
-    fn matches(&self, query: &RouteQuery<'_>) -> Result<bool, Ambiguity<'_>> {
-        self.conditions.as_ref().map_or(Ok(true), |conditions| conditions.are_met_by(query))
+    fn matches<'q>(&self, query: &RouteQuery<'q>, values: &mut ParameterValues<'q>) -> Result<bool, Ambiguity<'_>> {
+        self.conditions.as_ref().map_or(Ok(true), |conditions| conditions.are_met_by(query, values))
     }
 
     fn unmet_condition(&self, query: &RouteQuery<'_>) -> Option<UnmetCondition> {
@@ -580,7 +613,7 @@ impl Candidate {
             (conditions.include_method(query.method), UnmetCondition::Method),
             (conditions.include_address(query.address), UnmetCondition::Network),
             (conditions.match_headers(query.headers) == Ok(true), UnmetCondition::Header),
-            (conditions.match_query(query.query) == Ok(true), UnmetCondition::Query),
+            (conditions.match_query(query.query, &mut ParameterValues::default()) == Ok(true), UnmetCondition::Query),
         ]
         .into_iter()
         .find_map(|(is_met, condition)| (!is_met).then_some(condition))
@@ -593,11 +626,11 @@ impl Conditions {
         !methods.is_empty() || !headers.is_empty() || !query.is_empty() || networks.is_some()
     }
 
-    fn are_met_by(&self, query: &RouteQuery<'_>) -> Result<bool, Ambiguity<'_>> {
+    fn are_met_by<'q>(&self, query: &RouteQuery<'q>, values: &mut ParameterValues<'q>) -> Result<bool, Ambiguity<'_>> {
         if !self.include_method(query.method) || !self.include_address(query.address) {
             return Ok(false);
         }
-        Ok(self.match_headers(query.headers)? && self.match_query(query.query)?)
+        Ok(self.match_headers(query.headers)? && self.match_query(query.query, values)?)
     }
 
     /// No network contains the callers of Unix sockets.
@@ -619,12 +652,12 @@ impl Conditions {
         Ok(are_met)
     }
 
-    fn match_query(&self, query: &str) -> Result<bool, Ambiguity<'_>> {
+    fn match_query<'q>(&self, query: &'q str, values: &mut ParameterValues<'q>) -> Result<bool, Ambiguity<'_>> {
         let mut are_met = true;
-        for (name, value) in &self.query {
-            are_met &= match (query_parameter_or_empty(query, name), value) {
+        for ParameterCondition { name, id, value } in &self.query {
+            are_met &= match (values.get(query, *id, name), value) {
                 (Ok(Occurrence::Absent), _) => false,
-                (Ok(Occurrence::Single(found)), Some(value)) => *found == *value.as_bytes(),
+                (Ok(Occurrence::Single(found)), Some(value)) => **found == *value.as_bytes(),
                 (Ok(Occurrence::Single(_)), None) => true,
                 (Ok(Occurrence::Repeated), None) if has_query_parameter(query, name) => true,
                 (Ok(Occurrence::Repeated) | Err(InvalidEscape), _) => return Err(Ambiguity::Parameter(name)),
@@ -635,6 +668,16 @@ impl Conditions {
 
     fn include_method(&self, requested: &Method) -> bool {
         self.methods.is_empty() || self.methods.iter().any(|method| method_matches(method, requested))
+    }
+}
+
+impl<'q> ParameterValues<'q> {
+    /// What the query has under a name, which is read at the first call.
+    fn get(&mut self, query: &'q str, id: ParameterId, name: &str) -> &Result<Occurrence<'q>, InvalidEscape> {
+        if self.0.len() <= id.index() {
+            self.0.resize_with(id.index() + 1, || None);
+        }
+        self.0[id.index()].get_or_insert_with(|| query_parameter_or_empty(query, name))
     }
 }
 
@@ -752,6 +795,18 @@ mod tests {
             assert_eq!(name(&routes, "GET", "", "/"), Some("- - /"));
             assert_eq!(name(&routes, "GET", "", "/a/"), Some("- - /{*all}"));
             texts.reverse();
+        }
+    }
+
+    /// However many routes have conditions on it.
+    #[test]
+    fn a_query_parameter_is_read_once() {
+        let mut values = ParameterValues::default();
+        for _ in 0..2 {
+            let found = |value: &'static [u8]| Ok(Occurrence::Single(value.into()));
+            // The second query is not read.
+            assert_eq!(values.get("a=1&b=2", ParameterId::at(1), "b"), &found(b"2"));
+            assert_eq!(values.get("b=3", ParameterId::at(1), "b"), &found(b"2"));
         }
     }
 
