@@ -31,6 +31,8 @@ pub mod storage;
 const ORDER_TIMEOUT: Duration = Duration::from_secs(300);
 /// How long other gateways leave an order to the one that has claimed it: longer than it can take.
 const CLAIM_TIMEOUT: Duration = Duration::from_secs(600);
+/// Limit to give up the claim at the end.
+const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Limit for the authority to validate the challenges, or to issue the certificate.
 const POLL_TIMEOUT: Duration = Duration::from_secs(90);
 /// The longest pause between two looks at the clock and the storage: steps of the clock, and a renewal by another process.
@@ -44,6 +46,9 @@ const RETRY_AFTER_MAX: Duration = Duration::from_secs(6 * 60 * 60);
 const SUGGESTION_PERIOD: Duration = Duration::from_secs(6 * 60 * 60);
 /// The bounds of what it says.
 const SUGGESTION_PERIODS: [Duration; 2] = [Duration::from_secs(60), Duration::from_secs(24 * 60 * 60)];
+
+/// The beginning of the line before a stored certificate.
+const DIRECTORY_LINE: &str = "# issued by ";
 
 /// Orders one certificate.
 pub struct CertificateOrder {
@@ -66,6 +71,8 @@ struct Orderer {
     failures: u32,
     /// Unix seconds before which no order is tried again.
     retry_at_s: i64,
+    /// The end of the last claim of another gateway, Unix seconds.
+    claimed_until_s: i64,
     /// Whether the certificate in use could not be stored.
     is_unsaved: bool,
     /// The account, if it could not be stored.
@@ -74,7 +81,7 @@ struct Orderer {
     storage_error: Option<String>,
 }
 
-/// A certificate with its key, also as PEM.
+/// A certificate with its key, also as PEM behind a line with the directory of the authority.
 struct IssuedCertificate {
     text: String,
     certificate: Certificate,
@@ -99,6 +106,7 @@ impl CertificateOrder {
             suggestion: None,
             failures: 0,
             retry_at_s: 0,
+            claimed_until_s: 0,
             is_unsaved: false,
             unsaved_account: RefCell::default(),
             storage_error: None,
@@ -118,6 +126,8 @@ impl CertificateOrder {
             () = renew => {}
             _ = stop => {}
         }
+        // With other settings, an order may succeed at once.
+        let _ = timeout(STOP_TIMEOUT, orderer.storage.end_order()).await;
     }
 }
 
@@ -178,8 +188,14 @@ impl Orderer {
             return wait.min(PAUSE_MAX);
         }
         match self.storage.begin_order(&self.order.acme.domains, self.now_s(), CLAIM_TIMEOUT).await {
-            Ok(true) => {}
-            Ok(false) => return ORDERED_ELSEWHERE_PAUSE,
+            Ok(None) => {}
+            Ok(Some(until_s)) => {
+                if std::mem::replace(&mut self.claimed_until_s, until_s) != until_s {
+                    let seconds = until_s - self.now_s();
+                    tracing::info!(domains = self.names(), "another gateway may order the certificate for {seconds} s");
+                }
+                return ORDERED_ELSEWHERE_PAUSE;
+            }
             Err(error) => {
                 self.log_storage(Some(&error));
                 return ORDERED_ELSEWHERE_PAUSE;
@@ -208,7 +224,7 @@ impl Orderer {
         let (domains, directory) = (self.names(), &self.order.acme.directory);
         tracing::info!(domains, directory, renewed = self.in_use.is_some(), "a certificate was issued");
         // The next order waits, even if the dates or the authority say that it is due at once.
-        let lifetime_s = (issued.certificate.not_after_s - self.now_s()).max(0);
+        let lifetime_s = issued.certificate.not_after_s - issued.certificate.not_before_s;
         (self.failures, self.retry_at_s) = (0, self.now_s().saturating_add((lifetime_s / 100).max(1)));
         self.use_certificate(issued);
         self.save().await;
@@ -234,7 +250,10 @@ impl Orderer {
 
     /// How long the next order waits; `None`: it is due.
     fn time_to_order(&self) -> Option<Duration> {
-        let renewal = |in_use: &IssuedCertificate| renewal_time(&in_use.certificate, self.suggestion.as_ref());
+        let renewal = |in_use: &IssuedCertificate| match in_use.is_of(&self.order.acme.directory) {
+            true => renewal_time(&in_use.certificate, self.suggestion.as_ref()),
+            false => 0,
+        };
         let wait_s = self.in_use.as_ref().map_or(0, renewal).max(self.retry_at_s) - self.now_s();
         (wait_s > 0).then(|| Duration::from_secs(wait_s.unsigned_abs()))
     }
@@ -323,8 +342,11 @@ impl Orderer {
         }
         let key = order.finalize().await.map_err(shown)?;
         let chain = order.poll_certificate(&polling).await.map_err(shown)?;
-        let text = format!("{}\n{key}", chain.trim_end());
+        let text = format!("{DIRECTORY_LINE}{}\n{}\n{key}", acme.directory, chain.trim_end());
         let certificate = Certificate::parse(&self.names(), text.as_bytes())?;
+        if certificate.not_after_s <= self.now_s() {
+            return Err(String::from("the certificate that was issued has expired already: check the clock"));
+        }
         match acme.domains.iter().find(|domain| !certificate.dns_names.contains(domain)) {
             Some(missing) => Err(format!("the certificate that was issued lacks the name `{missing}`")),
             None => Ok(IssuedCertificate { text, certificate }),
@@ -366,6 +388,14 @@ impl Orderer {
             challenge.set_ready().await.map_err(shown)?;
         }
         Ok(())
+    }
+}
+
+impl IssuedCertificate {
+    /// Whether it comes from the authority of this directory, as far as is known.
+    fn is_of(&self, directory: &str) -> bool {
+        let issuer = self.text.lines().next().and_then(|line| line.strip_prefix(DIRECTORY_LINE));
+        issuer.is_none_or(|issuer| issuer == directory)
     }
 }
 

@@ -146,15 +146,14 @@ impl Storage {
         }
     }
 
-    /// Claims the order for as long as it may take, and removes challenges that an order for the same names has left behind. `false`:
-    /// another gateway has claimed it.
-    pub async fn begin_order(&self, domains: &[String], now_s: i64, limit: Duration) -> Result<bool, String> {
-        let Place::Shared(shared) = &self.place else { return Ok(true) };
+    /// Claims the order for as long as it may take, and removes challenges that an order for the same names has left behind. Where
+    /// another gateway has claimed it: until when, Unix seconds.
+    pub async fn begin_order(&self, domains: &[String], now_s: i64, limit: Duration) -> Result<Option<i64>, String> {
+        let Place::Shared(shared) = &self.place else { return Ok(None) };
         let name = shared.claim_name();
-        let current = shared.map.get(&name);
-        let claim = current.as_ref().and_then(|entry| serde_json::from_str::<Claim>(&entry.text).ok());
-        if claim.is_some_and(|claim| claim.until_s > now_s && claim.claimant != shared.claimant) {
-            return Ok(false);
+        let (current, claim) = (shared.map.get(&name), shared.claim());
+        if let Some(claim) = claim.filter(|claim| claim.until_s > now_s && claim.claimant != shared.claimant) {
+            return Ok(Some(claim.until_s));
         }
         let precondition = current.map_or(Precondition::Absent, |entry| Precondition::Version(entry.version));
         let until_s = now_s.saturating_add(limit.as_secs().cast_signed());
@@ -162,12 +161,12 @@ impl Storage {
         let text = serde_json::to_string(&claim).map_err(|error| error.to_string())?;
         let changed = shared.change(&name, Some(text), precondition).await?;
         if !matches!(changed, Changed::Changed { .. }) {
-            return Ok(false);
+            return Ok(Some(until_s));
         }
         for token in shared.tokens_for(domains) {
             self.withdraw(&token).await;
         }
-        Ok(true)
+        Ok(None)
     }
 
     /// Keeps the order claimed after a failure, so that another gateway does not try before this one does again.
@@ -180,9 +179,11 @@ impl Storage {
         }
     }
 
-    /// Gives the claim up.
+    /// Gives the claim up, if it is that of this gateway.
     pub async fn end_order(&self) {
-        if let Place::Shared(shared) = &self.place {
+        if let Place::Shared(shared) = &self.place
+            && shared.claim().is_some_and(|claim| claim.claimant == shared.claimant)
+        {
             // Without the store, the claim ends by itself.
             let _ = shared.change(&shared.claim_name(), None, Precondition::Exists).await;
         }
@@ -208,6 +209,11 @@ impl Storage {
 }
 
 impl SharedOrder {
+    /// The claim of the order.
+    fn claim(&self) -> Option<Claim> {
+        serde_json::from_str(&self.map.get(&self.claim_name())?.text).ok()
+    }
+
     fn claim_name(&self) -> String {
         format!("order/{}", self.order)
     }
@@ -264,8 +270,11 @@ impl MapObserver for ChallengeObserver {
     fn polled(&mut self, _is_synchronized: bool) {}
 }
 
+/// The name of the account of a directory.
 fn account_name(acme: &Acme) -> String {
-    format!("account-{}-{}.json", acme.server.host.replace([':', '/'], "_"), acme.server.port)
+    let directory = acme.directory.split_once("://").map_or(acme.directory.as_str(), |(_scheme, rest)| rest);
+    let in_name = |c: char| if c.is_ascii_alphanumeric() || c == '.' || c == '-' { c } else { '_' };
+    format!("account-{}.json", directory.chars().map(in_name).collect::<String>())
 }
 
 /// The name of an order: its first name, and a digest of all names if there are more.

@@ -231,7 +231,7 @@ fn an_account_that_cannot_be_stored_is_not_registered_twice() {
     let storage = pebble.scratch.path().join("acme");
     let port = pebble.directory.rsplit_once(':').unwrap().1.trim_end_matches("/dir");
     // The draft of the account cannot be written.
-    let draft = storage.join(format!("account-127.0.0.1-{port}.json.new"));
+    let draft = storage.join(format!("account-127.0.0.1_{port}_dir.json.new"));
     fs::create_dir_all(&draft).unwrap();
     let key_file = pebble.scratch.write("eab.key", format!("{key}\n"));
     let bound = format!("eab_kid = \"kid-1\", eab_hmac_key_file = \"{}\", storage", key_file.display());
@@ -248,4 +248,33 @@ fn an_account_that_cannot_be_stored_is_not_registered_twice() {
     assert_eq!(fs::read_dir(&storage).unwrap().count(), 2, "account and certificate");
     let log = fs::read_to_string(pebble.scratch.path().join("log")).unwrap();
     assert!(log.contains("There are now 1 accounts in memory") && !log.contains("There are now 2 accounts"), "{log}");
+}
+
+/// A certificate that is expired by the clock of the gateway counts as a failed order. One of another authority is replaced at once.
+#[test]
+fn expired_certificates_and_those_of_other_authorities_are_not_kept() {
+    let https = free_port();
+    let pebble = Pebble::start(1, https, 3600, "0", &Value::Null);
+    let storage = pebble.scratch.path().join("acme");
+    let toml = format!(
+        "[listen]\nadmin = \"127.0.0.1:0\"\n[listen.https]\naddress = \"127.0.0.1:{https}\"\n{}{ROUTE}",
+        pebble.toml(&["moved.gateway.test"], &storage.display().to_string())
+    );
+    let gateway = Gateway::start_at(&toml, now_s() + 2 * 3600);
+    eventually_within(Duration::from_secs(60), "the order fails", || orders(&gateway, "failed") == 1);
+    assert_eq!(orders(&gateway, "issued"), 0);
+    gateway.stop();
+    let issue = || {
+        let gateway = Gateway::start_at(&toml, now_s());
+        eventually_within(Duration::from_secs(60), "the certificate is issued", || orders(&gateway, "issued") == 1);
+        let serial = serial(gateway.https_addresses()[0], "moved.gateway.test");
+        gateway.stop();
+        serial
+    };
+    let first = issue();
+    let file = storage.join("moved.gateway.test.pem");
+    let text = fs::read_to_string(&file).unwrap();
+    assert!(text.contains(&pebble.directory), "{text}");
+    fs::write(&file, text.replace(&pebble.directory, "https://other.test/dir")).unwrap();
+    assert_ne!(issue(), first);
 }
