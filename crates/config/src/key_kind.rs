@@ -177,6 +177,8 @@ pub enum ValueForm {
 pub enum Logged {
     /// Every line has it.
     Always,
+    /// Some formats have it. Requests without one have an empty value.
+    Host,
     /// The field of its name.
     Field,
     /// The field `Authorization`.
@@ -461,7 +463,7 @@ pub static HOST: KeyKind = KeyKind {
         is_wrong.then_some("write the host name alone, in lower case")
     }),
     example_value: "api.example.com",
-    logged: Logged::Always,
+    logged: Logged::Host,
 };
 
 /// The method of the request.

@@ -15,7 +15,7 @@ use super::key_source::{KeyError, KeySource, RequestAttributes};
 use super::overrides::{self, KnownPlans, Overrides, RuleTreatment};
 use super::store_key_text::{DIGEST, KeyDigester, KeyTextFormat};
 use transom_config::body_condition::BodyCondition;
-use transom_config::key_kind::CLIENT;
+use transom_config::key_kind::{CLIENT, GLOBAL};
 use transom_config::route::Route;
 use transom_config::rule::GatewayRule;
 use transom_config::usage_cost::{Reserve, UsageCost};
@@ -191,7 +191,7 @@ impl KeyDescription {
         if let Some(client) = &self.client {
             return client.clone();
         }
-        if self.parts.iter().all(|(_name, value)| value.as_deref() == Some("")) {
+        if self.parts.iter().all(|(name, _value)| name == GLOBAL.part.name) {
             return String::from("all requests");
         }
         let values = self.parts.iter().filter_map(|(_name, value)| value.as_deref());
@@ -208,6 +208,7 @@ impl KeyDescription {
 fn label_of_part(value: &str) -> String {
     match value.strip_prefix(DIGEST) {
         Some(digest) => format!("{DIGEST}{}", digest.get(..SHORT_DIGEST_DIGITS).unwrap_or(digest)),
+        None if value.is_empty() => String::from("\"\""),
         None => value.chars().map(|sign| if sign.is_control() { char::REPLACEMENT_CHARACTER } else { sign }).collect(),
     }
 }

@@ -9,6 +9,7 @@ use super::log_line::{
 };
 use super::timestamp;
 use transom_http::client_address::ClientAddress;
+use transom_http::request_validation::normalized_host;
 
 /// The positions of fields that a line has.
 #[derive(Debug)]
@@ -25,7 +26,8 @@ pub fn read(line: &[u8], fields: &Fields, headers: &mut Vec<HeaderSpan>) -> Resu
     let first_end = memchr(b' ', line).ok_or(NoRequest::Bad("it is in no known format"))?;
     let (mut host, mut start) = (Span::default(), 0);
     let mut found = client_or_list(line, start);
-    if found.is_none() {
+    // Another word, such as a time of `kubectl logs --timestamps`, is no virtual host.
+    if found.is_none() && std::str::from_utf8(&line[..first_end]).is_ok_and(|host| normalized_host(host).is_some()) {
         (host, start) = (span(0, first_end), first_end + 1);
         found = client_or_list(line, start);
     }
@@ -45,8 +47,10 @@ pub fn read(line: &[u8], fields: &Fields, headers: &mut Vec<HeaderSpan>) -> Resu
         let is_time = line.get(at + 27..at + 30) == Some(b"] \"");
         Some((at, timestamp::common_log(line.get(at + 1..at + 27)?).filter(|_| is_time)?))
     });
-    let (at, time_ms) =
-        { starts }.next().ok_or(NoRequest::Bad("it has no time such as [10/Oct/2000:13:55:36 -0700]"))?;
+    let (at, time_ms) = { starts }.next().ok_or(NoRequest::Bad(match memchr(b'"', line) {
+        Some(_) => "it has no time such as [10/Oct/2000:13:55:36 -0700]",
+        None => "it has no request such as \"GET / HTTP/1.1\"",
+    }))?;
     let request = quoted(line, at + 29).ok_or(NoRequest::Bad("the request has no closing quote"))?;
     let after = end_of(request);
     let status = line.get(after + 1..after + 4).and_then(parse_status);

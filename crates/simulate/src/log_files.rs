@@ -86,6 +86,16 @@ pub struct ReadError {
     pub error: io::Error,
 }
 
+impl ReadError {
+    fn new(file: &str, error: io::Error) -> ReadError {
+        let error = match error.kind() {
+            io::ErrorKind::UnexpectedEof => io::Error::new(error.kind(), "its compressed data ends early"),
+            _ => error,
+        };
+        ReadError { file: file.to_owned(), error }
+    }
+}
+
 /// A parsed line, at a position of the buffer.
 struct Entry {
     line: LogLine,
@@ -174,7 +184,7 @@ impl LogFiles {
                 let first_ms = first_time(path, &format)?;
                 Ok((Input::Closed(path.clone()), first_ms, Some(metadata.len())))
             };
-            let (input, first_ms, bytes) = open().map_err(|error| ReadError { file: name.clone(), error })?;
+            let (input, first_ms, bytes) = open().map_err(|error| ReadError::new(&name, error))?;
             total_bytes = total_bytes.zip(bytes).map(|(total, bytes)| total + bytes);
             let reader = BlockReader::new(name.clone(), input, Arc::clone(&format), progress.clone());
             let state = SourceState::NotStarted(Box::new(reader));
@@ -217,7 +227,7 @@ impl LogFiles {
             }
             if source.next == source.block.entries.len() {
                 let received = source.receive(&mut self.counts);
-                received.map_err(|error| ReadError { file: source.name.clone(), error })?;
+                received.map_err(|error| ReadError::new(&source.name, error))?;
             }
         }
     }

@@ -48,6 +48,8 @@ pub struct LineReader {
     is_known: bool,
     /// The columns of the lines that follow, for each of [`DIALECTS`].
     columns: [Option<Columns>; DIALECTS.len()],
+    /// Whether lines have a time before them, see [`wrapper::behind_time`].
+    has_times: bool,
     unescaped: Vec<u8>,
 }
 
@@ -154,10 +156,11 @@ impl LineReader {
             order: (0..count).collect(),
             is_known: false,
             columns: Default::default(),
+            has_times: false,
             unescaped: Vec::new(),
         };
         let start = &start[..start.len().min(FIRST_BYTES)];
-        let mut found = vec![0; count];
+        let (mut found, mut timed) = (vec![0; count], 0);
         let mut headers = Vec::new();
         for line in start.split(|byte| *byte == b'\n').take(FIRST_LINES) {
             let mut line = line.to_vec();
@@ -165,17 +168,27 @@ impl LineReader {
             if reader.read_directive(&line[inner.clone()]) {
                 continue;
             }
-            let mut is_read = |position: &usize| {
-                headers.clear();
-                reader.read_in(*position, &line[inner.clone()], &mut headers).is_ok()
-            };
             // The last of the table are in what others are, too.
-            if let Some(position) = (0..count).find(|position| is_read(position)) {
+            let mut shape_of = |text: &[u8]| {
+                (0..count).find(|position| {
+                    headers.clear();
+                    reader.read_in(*position, text, &mut headers).is_ok()
+                })
+            };
+            let text = &line[inner];
+            let position = shape_of(text).or_else(|| {
+                let position = shape_of(&text[wrapper::behind_time(text)?..]);
+                timed += usize::from(position.is_some());
+                position
+            });
+            if let Some(position) = position {
                 found[position] += 1;
             }
         }
         reader.order.sort_by_key(|position| usize::MAX - found[*position]);
-        reader.is_known = found.iter().any(|found| *found > 0);
+        let read: usize = found.iter().sum();
+        reader.is_known = read > 0;
+        reader.has_times = timed > read / 2;
         reader.columns = Default::default();
         reader
     }
@@ -187,10 +200,13 @@ impl LineReader {
         line: &mut [u8],
         headers: &mut Vec<HeaderSpan>,
     ) -> Option<(Range<usize>, Result<LogLine, NoRequest>)> {
-        let inner = match wrapper::unwrap(line, &mut self.unescaped) {
+        let mut inner = match wrapper::unwrap(line, &mut self.unescaped) {
             Ok(inner) => inner,
             Err(problem) => return Some((0..line.len(), Err(problem))),
         };
+        if self.has_times {
+            inner.start += wrapper::behind_time(&line[inner.clone()]).unwrap_or(0);
+        }
         let text = &line[inner.clone()];
         if text.is_empty() || self.read_directive(text) {
             return None;
@@ -596,6 +612,40 @@ mod tests {
     }
 
     #[test]
+    fn a_time_before_each_line_is_no_virtual_host() {
+        let auto = format("auto", &[]);
+        let combined = "203.0.113.7 - - [10/Oct/2000:20:55:36 +0000] \"GET / HTTP/1.1\" 200 1 \"-\" \"-\"";
+        let request = "971211336000 203.0.113.7 () GET / ?  [] 200";
+        let text = format!(
+            "2024-01-01T00:00:00.123456789Z {combined}\n2024-01-01T00:00:00Z starting\n2024-01-01T00:00:01Z {combined}\n{combined}"
+        );
+        let expected = [
+            Ok(request.to_owned()),
+            Err(NoRequest::Bad("it is in no known format")),
+            Ok(request.to_owned()),
+            Ok(request.to_owned()),
+        ];
+        assert_eq!(read_file(&auto, &text), expected);
+        // The time of another format stays.
+        let elb = "2000-10-10T20:55:36.000000Z lb 203.0.113.7:41000 - 0 0 0 200 200 0 29 \"GET http://h:80/ HTTP/1.1\" \"-\" - -";
+        assert_eq!(read_file(&auto, elb), [Ok("971211336000 203.0.113.7 () GET http://h:80/ ?  [] 200".to_owned())]);
+        let word = format!("@@ {combined}");
+        assert_eq!(read_file(&auto, &word), [Err(NoRequest::Bad("the client is not an address"))]);
+    }
+
+    #[test]
+    fn lines_without_a_request_say_so() {
+        let auto = format("auto", &[]);
+        let tcp = "203.0.113.7:33313 [09/Oct/2026:14:01:10.655] fnt bck/srv1 0/0/5007 212 -- 0/0/0/0/3 0/0";
+        let expiration =
+            "o b [06/Feb/2019:00:00:38 +0000] - AmazonS3 3E S3.EXPIRE.OBJECT a.txt \"-\" - - - 113 - - \"-\" \"-\" -";
+        let found = read_file(&auto, tcp);
+        assert_eq!(found, [Err(NoRequest::Bad("it has no request such as \"GET / HTTP/1.1\""))]);
+        assert_eq!(read_file(&format("s3", &[]), expiration), [Err(NoRequest::Rejected)]);
+        assert_eq!(read_file(&auto, expiration), [Err(NoRequest::Rejected)]);
+    }
+
+    #[test]
     fn clients_cannot_write_other_values() {
         let auto = format("auto", &["user-agent"]);
         // Envoy does not escape quotes.
@@ -659,6 +709,11 @@ mod tests {
             ("$time_local \"$request\"", "it has no variable for the client of a request"),
             ("$time_local $remote_addr $request_method", "it has no variable for the path of a request"),
             ("$time_local$remote_addr $request", "nothing is between `$remote_addr` and the variable before it"),
+            (
+                "$remote_addr;$msec;$http_user_agent;$request",
+                "a value of `$http_user_agent` can contain `;`, the text behind it, so that its end is unknown: let nginx \
+                 write it in quotes",
+            ),
         ] {
             assert_eq!(pattern(text).unwrap_err(), problem, "{text}");
         }
@@ -669,6 +724,33 @@ mod tests {
         let found = pattern.read(line, &mut Vec::new()).unwrap();
         assert_eq!((found.time_ms, found.secure, found.status), (971_211_336_123, Some(true), Some(200)));
         assert_eq!((found.host.of(line), found.target.of(line)), (&b"h.example"[..], &b"/a?b=c"[..]));
+        for (text, line) in [
+            ("$remote_addr|$time_local|$request|$status", "::1|10/Oct/2000:20:55:36 +0000|GET /a?b HTTP/1.1|200"),
+            (
+                "$remote_addr\t$time_iso8601\t$request\t$status",
+                "::1\t2000-10-10T20:55:36+00:00\tGET /a?b HTTP/1.1\t200",
+            ),
+            ("$remote_addr $msec $request $status", "::1 971211336.000 GET /a?b HTTP/1.1 200"),
+            ("$time_local $remote_addr $request $status", "10/Oct/2000:20:55:36 +0000 ::1 GET /a?b HTTP/1.1 200"),
+            (
+                "$remote_addr;$time_local;\"$http_user_agent\";$request;$status",
+                "::1;10/Oct/2000:20:55:36 +0000;\"a; b\";GET /a?b HTTP/1.1;200",
+            ),
+            (
+                "$remote_addr|$time_local|$http_user_agent|$request_method|$uri|$args|$status",
+                "::1|10/Oct/2000:20:55:36 +0000|a (b; c)|GET|/a|b|200",
+            ),
+        ] {
+            let pattern = Pattern::parse(text, Escape::Backslash, &keys).unwrap();
+            let read = |line: &str| pattern.read(line.as_bytes(), &mut Vec::new());
+            let found = read(line).unwrap_or_else(|problem| panic!("{text}: {problem:?}"));
+            assert_eq!((found.time_ms, found.status), (971_211_336_000, Some(200)), "{text}");
+            assert!(found.target.of(line.as_bytes()).starts_with(b"/a"), "{text}");
+            if text.contains("$request$") || text.contains("$request ") {
+                assert!(matches!(read(&line.replace(" HTTP/1.1", "")), Err(NoRequest::Bad(_))), "{text}");
+                assert_eq!(read(&line.replace("GET /a?b HTTP/1.1", "-")).unwrap_err(), NoRequest::Rejected, "{text}");
+            }
+        }
         for (text, message) in [
             ("missing.conf:main", "`missing.conf` is no format, and no configuration of nginx that can be read"),
             ("alb:client=x", "only the fields of JSON"),

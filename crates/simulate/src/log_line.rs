@@ -247,6 +247,8 @@ impl LineFields {
         let has_no_request = self.request_line.is_some() || self.has_error;
         let (_, client, list) = self.client.ok_or(match self.has_client {
             true => NoRequest::Bad("the client is not an address"),
+            // S3 has lines of what it does by itself.
+            false if self.request_line.is_some() && !has_request => NoRequest::Rejected,
             false => NoRequest::Bad("it has no client"),
         })?;
         let status = self.status.map(|(_, status)| status);

@@ -4,7 +4,7 @@ use memchr::{memchr, memchr_iter};
 
 use super::field_names::{Field, KeyTree};
 use super::json_scanner::{Escape, Span};
-use super::log_line::{HeaderSpan, LineFields, LogLine, NoRequest, escaped, quoted, span};
+use super::log_line::{HeaderSpan, LineFields, LogLine, NoRequest, escaped, quoted, span, split_request};
 use super::timestamp;
 
 /// A pattern, compiled.
@@ -24,8 +24,14 @@ pub struct Pattern {
 struct Part {
     field: Option<(Field, u8)>,
     is_quoted: bool,
+    /// Whether the value can have blanks.
+    has_blanks: bool,
     end: Box<[u8]>,
 }
+
+/// Variables whose values have blanks, commas and semicolons.
+const FREE_TEXTS: [&str; 6] =
+    ["http_user_agent", "http_referer", "http_cookie", "http_authorization", "http_accept", "http_accept_language"];
 
 impl Pattern {
     /// Compiles a pattern. With `escape`, values are escaped in this way; without one, a quote ends a value.
@@ -39,6 +45,7 @@ impl Pattern {
         let start = variables.next().unwrap_or_default();
         pattern.start = start.as_bytes().into();
         let mut is_quoted = start.ends_with('"');
+        let mut unclear = None;
         for variable in variables {
             let is_sign = |sign: char| sign.is_ascii_alphanumeric() || sign == '_';
             let (name, end) = match variable.strip_prefix('{').and_then(|braced| braced.split_once('}')) {
@@ -52,11 +59,19 @@ impl Pattern {
             {
                 return Err(format!("nothing is between `${name}` and the variable before it"));
             }
-            pattern.parts.push(Part {
-                field,
-                is_quoted: is_quoted && end.starts_with('"'),
-                end: end.as_bytes().into(),
-            });
+            let has_blanks = FREE_TEXTS.contains(&name) || matches!(field, Some((Field::RequestLine, _)));
+            let part =
+                Part { field, is_quoted: is_quoted && end.starts_with('"'), has_blanks, end: end.as_bytes().into() };
+            if let Some((name, end)) = unclear.filter(|_| !part.is_time()) {
+                return Err(format!(
+                    "a value of `${name}` can contain `{end}`, the text behind it, so that its end is unknown: let nginx \
+                     write it in quotes"
+                ));
+            }
+            let is_in_values = !end.is_empty() && end.bytes().all(|sign| b" ,;()/".contains(&sign));
+            let is_unclear = FREE_TEXTS.contains(&name) && is_in_values;
+            unclear = is_unclear.then_some((name, end));
+            pattern.parts.push(part);
             is_quoted = end.ends_with('"');
         }
         if escape == Escape::None {
@@ -89,6 +104,10 @@ impl Pattern {
         for (position, part) in self.parts.iter().enumerate() {
             let text = part.text(line, at, self.escape, &self.parts[position + 1..]).ok_or(OTHER)?;
             // A request line `-` says that there was no request.
+            let is_cut_off = !part.is_quoted && !part.is_time() && !part.accepts(text, line);
+            if is_cut_off && text.of(line) != b"-" {
+                return Err(NoRequest::Bad("its request is not `GET / HTTP/1.1`, and has no quotes around it"));
+            }
             let is_set =
                 |(field, _): &(Field, u8)| *field == Field::RequestLine || !matches!(text.of(line), b"" | b"-");
             if let Some(field) = part.field.filter(is_set) {
@@ -101,6 +120,23 @@ impl Pattern {
 }
 
 impl Part {
+    fn is_time(&self) -> bool {
+        matches!(self.field, Some((Field::Time | Field::EnvoyTime | Field::EndTime, _)))
+    }
+
+    /// Whether the value can be at this place: of values whose form is known, those that are not cut off.
+    fn accepts(&self, value: Span, line: &[u8]) -> bool {
+        match self.field {
+            Some((Field::RequestLine, _)) => split_request(value, line).is_some(),
+            _ if self.is_time() => {
+                let behind = &line[(value.at + value.len) as usize..];
+                let has_zone_behind = matches!(behind, [b' ', b'+' | b'-', b'0'..=b'9', ..]);
+                timestamp::parse(value.of(line)).is_some_and(|time| time.has_zone || !has_zone_behind)
+            }
+            _ => true,
+        }
+    }
+
     /// The value at a position, before the text behind it.
     fn text(&self, line: &[u8], at: usize, escape: Escape, next: &[Part]) -> Option<Span> {
         let rest = line.get(at..)?;
@@ -118,18 +154,24 @@ impl Part {
             _ => {}
         }
         let ends = memchr_iter(self.end[0], rest).filter(|length| rest[*length..].starts_with(&self.end));
-        let mut ends = ends.filter(|length| {
+        let ends = ends.filter(|length| {
             let goes_on = self.end[0] == b' ' && is_in_list(rest, *length);
             // The name of a user, before the time, can have any sign.
             !goes_on && is_possible(next, line, at + length + self.end.len())
         });
-        Some(span(at, ends.next()?))
+        let mut values = ends.map(|length| span(at, length)).peekable();
+        let first = values.peek().copied();
+        values.find(|value| self.accepts(*value, line)).or(first)
     }
 
-    /// The length of the value at the start of a text, if it is not in quotes.
-    fn plain_length(&self, text: &[u8]) -> Option<usize> {
-        let first = *self.end.first()?;
-        memchr_iter(first, text).find(|length| text[*length..].starts_with(&self.end))
+    /// The length of the value at a position, if it is not in quotes.
+    fn plain_length(&self, line: &[u8], at: usize) -> Option<usize> {
+        let (first, text) = (*self.end.first()?, line.get(at..)?);
+        memchr_iter(first, text)
+            .filter(|length| text[*length..].starts_with(&self.end))
+            // A time has a blank before its zone.
+            .take(2)
+            .find(|length| self.accepts(span(at, *length), line))
     }
 }
 
@@ -137,17 +179,14 @@ impl Part {
 /// which clients choose, could deceive otherwise.
 fn is_possible(parts: &[Part], line: &[u8], at: usize) -> bool {
     let Some((time, parts)) = parts.split_first() else { return true };
-    let is_time = matches!(time.field, Some((Field::Time | Field::EnvoyTime | Field::EndTime, _)));
-    if !is_time || time.end.is_empty() {
+    if !time.is_time() || time.end.is_empty() {
         return true;
     }
-    let Some(text) = line.get(at..) else { return false };
-    let Some(length) = time.plain_length(text).filter(|length| timestamp::parse(&text[..*length]).is_some()) else {
-        return false;
-    };
-    let behind = &text[length + time.end.len()..];
-    let next = parts.first().filter(|part| !part.is_quoted).and_then(|part| part.plain_length(behind));
-    next.is_none_or(|length| memchr_iter(b' ', &behind[..length]).all(|blank| is_in_list(behind, blank)))
+    let Some(length) = time.plain_length(line, at) else { return false };
+    let at = at + length + time.end.len();
+    let next = parts.first().filter(|part| !part.is_quoted && !part.has_blanks);
+    let next = next.and_then(|part| part.plain_length(line, at));
+    next.is_none_or(|length| memchr_iter(b' ', &line[at..at + length]).all(|blank| is_in_list(&line[at..], blank)))
 }
 
 /// Whether a blank is in a list: `203.0.113.7, 10.0.0.9`, or groups of upstream servers, `10.0.0.9:80 : 10.0.0.10:80`.

@@ -14,7 +14,7 @@ use super::log_line::{HeaderSpan, LogLine, LoggedCost, LoggedDecision};
 use super::request_reader::{Buffers, RequestReader, read_headers};
 use super::scenario::{Request, Scenario};
 use transom_config::Config;
-use transom_config::key_kind::{HEADER, KeyKind, Logged};
+use transom_config::key_kind::{HEADER, KeyKind, Logged, number};
 use transom_config::toml_reader::nearest;
 use transom_http::error::RequestError;
 use transom_limiter::handles::{IdVec, RuleId};
@@ -332,7 +332,9 @@ impl RuleInputs {
         let input = |part: &KeyPart| {
             let source = match KeyKind::of(part).logged {
                 Logged::Authorization => field(&header::AUTHORIZATION),
-                Logged::Field | Logged::Cookie | Logged::Query | Logged::Never => KeySource::new(part, &[]),
+                Logged::Field | Logged::Cookie | Logged::Query | Logged::Host | Logged::Never => {
+                    KeySource::new(part, &[])
+                }
                 Logged::Client => return Some(KeyInput { name: part.to_string(), present: 0, source: None }),
                 Logged::Always => return None,
             };
@@ -359,11 +361,14 @@ impl RuleInputs {
         self.without_grpc_status += u64::from(final_cost == Some(FinalCost::KnownAtEnd));
         for input in self.parts.iter_mut().chain(&mut self.cost) {
             let attributes = &resolved.attributes;
+            let mut is_empty_host = false;
             let found = match &input.source {
-                Some(source) => source.feed(attributes, &mut |_kind, _value| ()),
+                Some(source) => source.feed(attributes, &mut |kind, value| {
+                    is_empty_host = kind == number::HOST && value.is_empty();
+                }),
                 None => resolved.clients.feed_client(attributes, &mut |_kind, _value| ()),
             };
-            input.present += u64::from(found.is_ok());
+            input.present += u64::from(found.is_ok() && !is_empty_host);
         }
     }
 }

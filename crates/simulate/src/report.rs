@@ -7,6 +7,7 @@ use super::log_files::{BadLine, ReadCounts};
 use super::replay::{KeyInput, Replay, RuleInputs, candidate_parts};
 use super::scenario::{LimitCounts, RuleCounts, Scenario};
 use super::statistics::{Minute, TopKey, TopKeys, UsePosition};
+use transom_config::key_kind::HOST;
 use transom_limiter::handles::{Handle, VariantId};
 use transom_limiter::key::OnMissing;
 use transom_limiter::rule::{Cost, Rule};
@@ -483,6 +484,7 @@ fn missing_inputs(rule: &Rule, inputs: &RuleInputs) -> Vec<String> {
     };
     let lacking = inputs.parts.iter().filter(|part| part.present < inputs.requests);
     let note = |part: &KeyInput| {
+        let effect = if part.name == HOST.part.name { "the others count as of one host" } else { &effect };
         format!("rule `{}`: {} of {} lines have `{}`; {effect}", rule.name, part.present, inputs.requests, part.name)
     };
     let cost = inputs.cost.iter().filter(|cost| cost.present < inputs.requests);

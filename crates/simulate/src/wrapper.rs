@@ -6,7 +6,7 @@ use memchr::memchr;
 
 use super::json_scanner::{Escape, Scanner, Value, unescape};
 use super::log_line::NoRequest;
-use super::timestamp::MONTHS;
+use super::timestamp::{self, MONTHS};
 
 /// Wrappers around a line: of syslog, in that of a container runtime.
 const WRAPPERS_MAX: usize = 2;
@@ -15,7 +15,7 @@ const PART: NoRequest = NoRequest::Bad("it is a part of a line: container runtim
 /// The place of the text in a line of a file, without a carriage return at its end. Texts that are escaped are decoded
 /// in place; `buffer` is memory for that.
 pub fn unwrap(line: &mut [u8], buffer: &mut Vec<u8>) -> Result<Range<usize>, NoRequest> {
-    let mut range = 0..line.len();
+    let mut range = behind_byte_order_mark(line, 0)..line.len();
     for _ in 0..WRAPPERS_MAX {
         let text = &mut line[range.clone()];
         let Some(inner) = (match text {
@@ -34,8 +34,10 @@ pub fn unwrap(line: &mut [u8], buffer: &mut Vec<u8>) -> Result<Range<usize>, NoR
 
 /// Docker's driver `json-file`: `{"log":"…\n","stream":"stdout","time":"…"}`, perhaps with `attrs` between.
 fn docker(line: &mut [u8], buffer: &mut Vec<u8>) -> Result<Option<Range<usize>>, NoRequest> {
-    if !line.starts_with(b"{\"log\":\"") {
-        return Ok(None);
+    let mut start = &*line;
+    for token in [&b"{"[..], b"\"log\"", b":"] {
+        let Some(behind) = start.strip_prefix(token) else { return Ok(None) };
+        start = behind.trim_ascii_start();
     }
     let (mut log, mut has_stream) = (None, false);
     let mut scanner = Scanner::new(line);
@@ -109,9 +111,7 @@ fn rfc5424_text(line: &[u8], at: usize) -> Option<usize> {
         }
         at += 1;
     }
-    let start = at + 1;
-    let byte_order_mark = line.get(start..)?.starts_with(b"\xef\xbb\xbf");
-    Some(if byte_order_mark { start + 3 } else { start })
+    (at < line.len()).then(|| behind_byte_order_mark(line, at + 1))
 }
 
 fn rfc3164_text(line: &[u8], at: usize) -> Option<usize> {
@@ -129,6 +129,17 @@ fn rfc3164_text(line: &[u8], at: usize) -> Option<usize> {
         return Some(behind_first);
     }
     behind_blank(line, behind_first).filter(|end| is_tag(*end))
+}
+
+/// The position behind the time of RFC 3339 that `kubectl logs --timestamps` writes before each line.
+pub fn behind_time(line: &[u8]) -> Option<usize> {
+    let end = behind_blank(line, 0)?;
+    let is_time = matches!(line, [b'0'..=b'9', _, _, _, b'-', ..]) && timestamp::parse(&line[..end - 1]).is_some();
+    is_time.then_some(end)
+}
+
+fn behind_byte_order_mark(line: &[u8], at: usize) -> usize {
+    if line[at..].starts_with(b"\xef\xbb\xbf") { at + 3 } else { at }
 }
 
 /// The position behind the next blank.
@@ -172,8 +183,12 @@ mod tests {
             assert_eq!(text_of(&line).as_deref(), Ok(TEXT), "{line}");
             assert_eq!(text_of(&format!("{line}\r")).as_deref(), Ok(TEXT), "{line}");
             assert_eq!(text_of(&docker(&line)).as_deref(), Ok(TEXT), "{line}");
+            let spaced =
+                docker(&line).replacen("{\"log\":", "{ \"log\" : ", 1).replace(",\"stream\":", ", \"stream\": ");
+            assert_eq!(text_of(&spaced).as_deref(), Ok(TEXT), "{spaced}");
         }
         assert_eq!(text_of("2000-10-10T20:55:36Z stdout F ").as_deref(), Ok(""));
+        assert_eq!(text_of(&format!("\u{feff}{TEXT}")).as_deref(), Ok(TEXT));
         for line in [
             "2000-10-10T20:55:36Z stdout P 10.0.0.1 - -",
             r#"{"log":"10.0.0.1 - - [10","stream":"stdout","time":"2000-10-10T20:55:36Z"}"#,
