@@ -109,7 +109,9 @@ impl Importer {
             replaces.note_at(&mut self.gateway, &mut section, Effect::Stricter, "both limits apply");
         }
         section.set("descriptor", self.descriptor_value(entries));
-        let Some(period_ms) = limit.node.text_of("unit").and_then(unit_ms) else {
+        let multiplier = limit.node.number_of("unit_multiplier").unwrap_or(1).max(1);
+        let unit = limit.node.text_of("unit").and_then(unit_ms);
+        let Some(period_ms) = unit.and_then(|unit| unit.checked_mul(multiplier)) else {
             limit.note(&mut self.gateway, Effect::NotEnforced, "its unit is unknown");
             return;
         };

@@ -156,6 +156,8 @@ pub struct Route {
     pub headers: Vec<(String, Value)>,
     pub scheme: Option<&'static str>,
     pub section: Section,
+    /// The product takes the greatest one of the routes that match. Empty if the order is that of the gateway.
+    pub rank: Vec<i64>,
     /// Where the imported configuration has it.
     pub position: Option<Position>,
 }
@@ -328,19 +330,26 @@ impl Gateway {
         if name.is_some() && self.routes.iter().any(|known| known.section.get("name") == name) {
             route.section.settings.retain(|(name, _)| name != "name");
         }
-        match self.routes.iter_mut().find(|known| known.matches_as(&route)) {
-            Some(known) if known.section.settings == route.section.settings => {
-                route.section.comments.into_iter().for_each(|comment| known.section.comment(comment));
-            }
-            Some(known) => {
-                let text = format!("a second route for `{}`: the first one applies", route.path);
-                let mut comments = std::mem::take(&mut known.section.comments);
-                comments.push(self.placed_note(Effect::NotEnforced, position, text));
-                if let Some(known) = self.routes.iter_mut().find(|known| known.matches_as(&route)) {
-                    known.section.comments = comments;
-                }
-            }
-            None => self.routes.push(Route { position: Some(position.clone()), ..route }),
+        route.position = Some(position.clone());
+        let Some(index) = self.routes.iter().position(|known| known.matches_as(&route)) else {
+            return self.routes.push(route);
+        };
+        let rank = route.rank.cmp(&self.routes[index].rank);
+        if rank.is_gt() {
+            std::mem::swap(&mut self.routes[index], &mut route);
+        }
+        let hosts = self.routes[index].hosts.clone();
+        if self.routes[index].section.settings != route.section.settings && rank.is_eq() {
+            let text = format!("a second route for `{}`: the first one applies", route.path);
+            let comment = self.placed_note(Effect::NotEnforced, position, text);
+            self.routes[index].section.comment(comment);
+        } else if hosts == route.hosts {
+            let comments = std::mem::take(&mut route.section.comments);
+            comments.into_iter().for_each(|comment| self.routes[index].section.comment(comment));
+        }
+        route.hosts.retain(|host| !hosts.contains(host));
+        if !route.hosts.is_empty() {
+            self.add_route(route, position);
         }
     }
 }

@@ -16,7 +16,8 @@ const BURST_MULTIPLIER: u64 = 5;
 /// Annotations that require credentials which the gateway does not check.
 const AUTHENTICATION: [&str; 5] = ["auth-url", "auth-type", "auth-tls-secret", "auth-secret", "auth-tls-verify-client"];
 /// Annotations by which ingress-nginx may refuse requests.
-const RESTRICTIONS: [&str; 6] = [
+const RESTRICTIONS: [&str; 7] = [
+    "global-rate-limit",
     "server-snippet",
     "configuration-snippet",
     "enable-modsecurity",
@@ -356,6 +357,8 @@ impl<'d> Importer<'d> {
             "service-upstream",
             "websocket-services",
             "limit-burst-multiplier",
+            "global-rate-limit-window",
+            "global-rate-limit-key",
             "limit-whitelist",
             "limit-allowlist",
         ] {

@@ -12,6 +12,7 @@ use crate::gateway::{Gateway, Named, NamedFile, Route, Section, Value, one_or_li
 use crate::network::{Network, difference};
 use crate::path::{literal, of_regex, prefix, segments, within_segment};
 use crate::rate::{Window, duration_text, period_text};
+use crate::route_order::keep_order;
 use crate::source::{Effect, ImportError};
 use crate::tree::{Entry, Node, nothing_in, read_all, translated};
 use crate::{Files, Translated};
@@ -39,6 +40,8 @@ const PERIODS: [(&str, u64); 6] = [
     ("month", 0),
     ("year", 31_536_000_000),
 ];
+/// Plugins by which Kong refuses requests of a consumer.
+const REFUSING: [&str; 3] = ["request-termination", "ip-restriction", "acl"];
 /// The plan of consumers without limits of their own.
 const STANDARD: &str = "standard";
 
@@ -67,6 +70,10 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
         upstream_names: BTreeMap::new(),
         key_fields: Vec::new(),
         rules: BTreeMap::new(),
+        plugin_of_rule: BTreeMap::new(),
+        has_plain_regexes: documents
+            .iter()
+            .any(|document| document.text_of("_format_version").is_some_and(|version| version.starts_with(['1', '2']))),
     };
     importer.gateway.listen.comment("The default of Kong, whose own configuration is kong.conf.");
     importer.gateway.listen.set("http", ADDRESS);
@@ -83,6 +90,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     let nested = services.iter().flat_map(|service| service.list_of("routes"));
     let owners: Vec<&Node> = nested.chain(routes).chain(services.iter().copied()).collect();
     importer.note_plugins_of_consumers(&owners);
+    keep_order(&mut importer.gateway, "Kong");
     importer.add_clients();
     Ok(translated(&documents, importer.gateway))
 }
@@ -102,6 +110,9 @@ struct Importer<'d> {
     key_fields: Vec<String>,
     /// The rule of each plugin, by its address.
     rules: BTreeMap<*const Node, Option<String>>,
+    plugin_of_rule: BTreeMap<String, &'d str>,
+    /// Before Kong 3.0, regular expressions have no `~` in front.
+    has_plain_regexes: bool,
 }
 
 /// Who is admitted to a route.
@@ -127,10 +138,6 @@ fn is_enabled(node: &Node) -> bool {
     node.bool_of("enabled") != Some(false)
 }
 
-fn is_limiting(plugin: &Node) -> bool {
-    is_enabled(plugin) && plugin.text_of("name").is_some_and(|name| LIMITING.contains(&name))
-}
-
 /// Whether a plugin applies to single consumers only.
 fn is_of_consumer(plugin: &Node) -> bool {
     plugin.get("consumer").is_some() || plugin.get("consumer_group").is_some()
@@ -149,6 +156,17 @@ impl<'d> Importer<'d> {
             }
             service.mark_read();
             return route.mark_read();
+        }
+        if let Some(expression) = route.setting("expression") {
+            route.mark_read();
+            let why = "routes have no expressions: other routes match these requests";
+            return expression.note(&mut self.gateway, Effect::NotEnforced, why);
+        }
+        let protocols = route.texts_of("protocols");
+        let is_http = |protocol: &&str| ["http", "https", "grpc", "grpcs", "ws", "wss"].contains(protocol);
+        if let Some(entry) = route.setting("protocols").filter(|_| !protocols.iter().any(is_http)) {
+            route.mark_read();
+            return entry.note(&mut self.gateway, Effect::LeftOut, "the gateway forwards HTTP only");
         }
         let name = route.text_of("name").unwrap_or("");
         let mut section = Section::default();
@@ -319,7 +337,7 @@ impl<'d> Importer<'d> {
         &mut self,
         plugin: &'d Node,
         config: &Node,
-        name: &str,
+        plugin_name: &'d str,
         is_known: bool,
         route: &'d Node,
         service: Option<&'d Node>,
@@ -327,7 +345,7 @@ impl<'d> Importer<'d> {
         if let Some(rule) = self.rules.get(&std::ptr::from_ref(plugin)) {
             return rule.clone();
         }
-        let windows = self.windows(config, name, plugin);
+        let windows = self.windows(config, plugin_name, plugin);
         let is_of = |node: &Node| node.list_of("plugins").iter().any(|own| std::ptr::eq(own, plugin));
         let owner = match service {
             _ if is_of(route) || plugin.get("route").is_some() => route.text_of("name"),
@@ -336,12 +354,13 @@ impl<'d> Importer<'d> {
         };
         let rule = windows.map(|windows| {
             let mut section = Section::default();
-            section.comment(format!("Plugin {name} ({})", plugin.position));
+            section.comment(format!("Plugin {plugin_name} ({})", plugin.position));
             self.set_key(&mut section, config, is_known);
             section.set("windows", Value::List(windows));
             self.set_refusal(&mut section, config);
             let name = unused_name(&table_name(owner.unwrap_or("limit")), &self.gateway.rules);
             self.gateway.rules.push(Named { name: name.clone(), section, ..Named::default() });
+            self.plugin_of_rule.insert(name.clone(), plugin_name);
             name
         });
         self.rules.insert(std::ptr::from_ref(plugin), rule.clone());
@@ -506,9 +525,12 @@ impl<'d> Importer<'d> {
             let acls = of_consumer(consumer, "acls", &self.acls);
             { acls }.any(|acl| acl.text_of("group").is_some_and(|group| groups.contains(&group)))
         };
-        let is_admitted = |consumer: &&&'d Node| match allowed.is_empty() {
-            true => !in_group(consumer, &denied),
-            false => in_group(consumer, &allowed),
+        let is_admitted = |consumer: &&&'d Node| {
+            !self.refuses(consumer)
+                && match allowed.is_empty() {
+                    true => !in_group(consumer, &denied),
+                    false => in_group(consumer, &allowed),
+                }
         };
         let clients = self.consumers.iter().filter(is_admitted).filter_map(|consumer| client_name(consumer));
         admission.clients = Some(clients.map(|name| format!("client:{name}")).collect());
@@ -607,14 +629,23 @@ impl<'d> Importer<'d> {
         name
     }
 
-    fn add_routes(&mut self, route: &'d Node, service: Option<&'d Node>, mut section: Section) {
-        if let Some(protocols) = route.setting("protocols") {
-            let protocols_text = route.texts_of("protocols");
-            if !protocols_text.iter().any(|protocol| ["http", "grpc"].contains(protocol)) {
-                let why = "the gateway has no certificate: with [listen.https], write `scheme = \"https\"`";
-                protocols.note_at(&mut self.gateway, &mut section, Effect::NotEnforced, why);
+    /// Conditions that routes do not have.
+    fn note_conditions(&mut self, route: &'d Node, section: &mut Section) {
+        let is_plain = route.texts_of("protocols").iter().any(|protocol| ["http", "grpc"].contains(protocol));
+        if let Some(protocols) = route.setting("protocols").filter(|_| !is_plain) {
+            let why = "the gateway has no certificate: with [listen.https], write `scheme = \"https\"`";
+            protocols.note_at(&mut self.gateway, section, Effect::NotEnforced, why);
+        }
+        for condition in ["snis", "sources", "destinations"] {
+            if let Some(entry) = route.setting(condition) {
+                let why = "routes have no such condition: other requests match, too";
+                entry.note_at(&mut self.gateway, section, Effect::NotEnforced, why);
             }
         }
+    }
+
+    fn add_routes(&mut self, route: &'d Node, service: Option<&'d Node>, mut section: Section) {
+        self.note_conditions(route, &mut section);
         let mut hosts = Vec::new();
         for host in route.texts_of("hosts") {
             let host = host.split(':').next().unwrap_or(host).to_lowercase();
@@ -641,7 +672,6 @@ impl<'d> Importer<'d> {
         }
         let strips = route.bool_of("strip_path").unwrap_or(true);
         route.ignore(&[
-            "regex_priority",
             "request_buffering",
             "response_buffering",
             "path_handling",
@@ -654,7 +684,9 @@ impl<'d> Importer<'d> {
         let paths = if paths.is_empty() { vec!["/"] } else { paths };
         for path in paths {
             let mut section = section.clone();
-            let regex = path.strip_prefix('~');
+            let regex =
+                path.strip_prefix('~').or_else(|| (self.has_plain_regexes && !is_literal(path)).then_some(path));
+            let rank = rank(route, path, regex.is_some());
             let patterns = match regex {
                 Some(regex) => {
                     let anchored = format!("^{}", regex.trim_start_matches('^'));
@@ -694,7 +726,7 @@ impl<'d> Importer<'d> {
                     let methods = route.texts_of("methods").iter().map(|method| method.to_uppercase()).collect();
                     let (hosts, path, headers) = (hosts.clone(), pattern, headers.clone());
                     self.gateway.add_route(
-                        Route { hosts, path, methods, headers, scheme: None, section, position: None },
+                        Route { hosts, path, methods, headers, rank: rank.clone(), section, ..Route::default() },
                         &route.position,
                     );
                 }
@@ -728,7 +760,7 @@ impl<'d> Importer<'d> {
         }
         self.gateway.clients.set("file", "clients.toml");
         self.gateway.clients.set("api_key", one_or_list(std::mem::take(&mut self.key_fields)));
-        let mut plans: Vec<(String, Vec<Value>)> = Vec::new();
+        let mut plans: Vec<(String, PlanWindows)> = Vec::new();
         let mut text = String::from("# The consumers of Kong. Only digests of their keys are stored.\n");
         for consumer in self.consumers.clone() {
             let Some(name) = client_name(consumer) else { continue };
@@ -737,9 +769,14 @@ impl<'d> Importer<'d> {
                 self.gateway.note(Effect::Stricter, &consumer.position, why);
                 continue;
             }
-            let plan = match self.windows_of_consumer(consumer) {
-                None => STANDARD.to_owned(),
-                Some(windows) => match plans.iter().find(|(_, known)| *known == windows) {
+            let windows = self.windows_of_consumer(consumer);
+            if self.refuses(consumer) {
+                consumer.mark_read();
+                continue;
+            }
+            let plan = match windows {
+                windows if windows.is_empty() => STANDARD.to_owned(),
+                windows => match plans.iter().find(|(_, known)| *known == windows) {
                     Some((plan, _)) => plan.clone(),
                     None => {
                         plans.push((name.clone(), windows));
@@ -772,13 +809,18 @@ impl<'d> Importer<'d> {
         let is_several = by_client.len() > 1 && !plans.is_empty();
         for index in by_client {
             let rule = &mut self.gateway.rules[index];
-            let standard = rule.section.get("windows").cloned().unwrap_or(Value::List(Vec::new()));
-            for (plan, windows) in [(STANDARD.to_owned(), standard)]
-                .into_iter()
-                .chain(plans.iter().map(|(plan, windows)| (plan.clone(), Value::List(windows.clone()))))
-            {
+            let plugin = self.plugin_of_rule.get(&rule.name).copied();
+            let standard = match rule.section.get("windows") {
+                Some(Value::List(windows)) => windows.clone(),
+                _ => Vec::new(),
+            };
+            for (plan, of_plan) in [(STANDARD.to_owned(), Vec::new())].iter().chain(&plans) {
+                // The limits of a consumer replace those of the same plugin, and are added to those of another one.
+                let is_replaced = |(name, _): &(&str, Vec<Value>)| plugin.is_none_or(|plugin| plugin == *name);
+                let mut windows = if of_plan.iter().any(is_replaced) { Vec::new() } else { standard.clone() };
+                of_plan.iter().for_each(|(_, more)| add_windows(&mut windows, more));
                 let mut section = Section::default();
-                section.set("windows", windows);
+                section.set("windows", Value::List(windows));
                 rule.tables.push((format!("plans.{plan}"), section));
             }
         }
@@ -791,41 +833,105 @@ impl<'d> Importer<'d> {
         self.gateway.files.push(NamedFile { name: "clients.toml", text });
     }
 
-    /// The limits of a plugin on the consumer, or on its group.
-    fn windows_of_consumer(&mut self, consumer: &'d Node) -> Option<Vec<Value>> {
-        let is_named = |node: &Node, key: &str, object: &Node| plugin_refers(node, key, Some(object)) == Some(true);
-        let own = consumer.list_of("plugins").iter().find(|plugin| is_limiting(plugin));
-        // Those of a consumer on a single route or service are no plan.
-        let of_all_routes = |plugin: &Node| plugin.get("route").is_none() && plugin.get("service").is_none();
-        let top = |key: &str, object: &Node| {
-            let mut plugins = self.plugins.iter().copied().filter(|plugin| is_named(plugin, key, object));
-            plugins.find(|plugin| is_limiting(plugin) && of_all_routes(plugin))
+    /// The plugins of a consumer for all routes: its own, then those of its groups.
+    fn plugins_of_consumer(&self, consumer: &'d Node) -> Vec<&'d Node> {
+        // Those on a single route or service are noted with these.
+        let top = |key: &'static str, object: &'d Node| {
+            self.plugins.iter().copied().filter(move |plugin| {
+                plugin_refers(plugin, key, Some(object)) == Some(true)
+                    && plugin.get("route").is_none()
+                    && plugin.get("service").is_none()
+            })
         };
-        let of_group = || {
-            let is_member = |group: &&&'d Node| {
-                consumer.list_of("groups").iter().any(|reference| refers(reference, group))
-                    || group.list_of("consumers").iter().any(|member| refers(member, consumer))
+        let is_member = |group: &&&'d Node| {
+            consumer.list_of("groups").iter().any(|reference| refers(reference, group))
+                || group.list_of("consumers").iter().any(|member| refers(member, consumer))
+        };
+        let of_groups = self.groups.iter().filter(is_member);
+        let of_groups = of_groups.flat_map(|group| group.list_of("plugins").iter().chain(top("consumer_group", group)));
+        consumer.list_of("plugins").iter().chain(top("consumer", consumer)).chain(of_groups).collect()
+    }
+
+    /// Whether Kong refuses requests of a consumer by a plugin of its own.
+    fn refuses(&self, consumer: &'d Node) -> bool {
+        let is_refusing = |plugin: &Node| plugin.text_of("name").is_some_and(|name| REFUSING.contains(&name));
+        self.plugins_of_consumer(consumer).into_iter().any(|plugin| is_enabled(plugin) && is_refusing(plugin))
+    }
+
+    /// The limits of plugins on the consumer or on its groups, with the name of each plugin.
+    fn windows_of_consumer(&mut self, consumer: &'d Node) -> PlanWindows<'d> {
+        let mut found = PlanWindows::new();
+        for plugin in self.plugins_of_consumer(consumer) {
+            let Some(entry) = plugin.setting("name").filter(|_| is_enabled(plugin)) else {
+                plugin.mark_read();
+                continue;
             };
-            let group = self.groups.iter().find(is_member)?;
-            group.list_of("plugins").iter().find(|plugin| is_limiting(plugin)).or_else(|| top("consumer_group", group))
-        };
-        let plugin = own.or_else(|| top("consumer", consumer)).or_else(of_group)?;
-        let name = plugin.text_of("name")?;
-        let config = plugin.get("config")?;
-        let windows = self.windows(config, name, plugin)?;
-        for setting in [
-            "policy",
-            "limit_by",
-            "identifier",
-            "fault_tolerant",
-            "hide_client_headers",
-            "sync_rate",
-            "namespace",
-            "strategy",
-        ] {
-            config.setting(setting);
+            let name = entry.node.text().unwrap_or_default();
+            if !LIMITING.contains(&name) {
+                let (effect, why) = match name {
+                    name if REFUSING.contains(&name) => (Effect::Stricter, "a consumer with this plugin is not known"),
+                    "request-size-limiting" => (Effect::NotEnforced, "the gateway has no such limits of a consumer"),
+                    name if OTHER_RESTRICTIONS.contains(&name) || OTHER_AUTHENTICATION.contains(&name) => {
+                        (Effect::NotEnforced, "the gateway has no such plugin of a consumer")
+                    }
+                    _ => (Effect::LeftOut, "the gateway has no such plugin of a consumer"),
+                };
+                plugin.mark_read();
+                entry.note(&mut self.gateway, effect, why);
+                continue;
+            }
+            let Some(config) = plugin.get("config").filter(|_| found.iter().all(|(known, _)| *known != name)) else {
+                plugin.mark_read();
+                continue;
+            };
+            if let Some(windows) = self.windows(config, name, plugin) {
+                found.push((name, windows));
+            }
+            for setting in [
+                "policy",
+                "limit_by",
+                "identifier",
+                "fault_tolerant",
+                "hide_client_headers",
+                "sync_rate",
+                "namespace",
+                "strategy",
+            ] {
+                config.setting(setting);
+            }
         }
-        Some(windows)
+        found
+    }
+}
+
+/// The windows of each plugin of a consumer.
+type PlanWindows<'d> = Vec<(&'d str, Vec<Value>)>;
+
+/// Adds windows. Of two with the same period, the one with the smaller limit is left.
+fn add_windows(windows: &mut Vec<Value>, more: &[Value]) {
+    let parts = |window: &Value| match window {
+        Value::Text(text) => {
+            text.split_once('/').and_then(|(limit, period)| Some((limit.parse().ok()?, period.to_owned(), false)))
+        }
+        Value::Table(settings) => match &settings[..] {
+            [(_, Value::Number(limit)), (_, Value::Text(period)), ..] => Some((*limit, period.clone(), true)),
+            _ => None,
+        },
+        _ => None,
+    };
+    for window in more {
+        let Some((limit, period, is_sliding)): Option<(u64, String, bool)> = parts(window) else { continue };
+        let known = windows.iter_mut().find_map(|known| Some((parts(known).filter(|parts| parts.1 == period)?, known)));
+        match known {
+            None => windows.push(window.clone()),
+            Some(((known_limit, _, was_sliding), known)) => {
+                let limit = limit.min(known_limit);
+                *known = match is_sliding || was_sliding {
+                    true => table([("limit", limit.into()), ("period", period.into()), ("sliding", true.into())]),
+                    false => format!("{limit}/{period}").into(),
+                };
+            }
+        }
     }
 }
 
@@ -838,6 +944,24 @@ fn of_consumer<'d>(consumer: &'d Node, key: &str, top: &[&'d Node]) -> impl Iter
 
 fn client_name(consumer: &Node) -> Option<String> {
     consumer.text_of("username").or_else(|| consumer.text_of("custom_id")).map(table_name)
+}
+
+/// The place of a route in the order of Kong: kinds of conditions, exact hosts, fields, regular expressions, the length of the path.
+fn rank(route: &Node, path: &str, is_regex: bool) -> Vec<i64> {
+    let is_set = |name: &&&str| route.get(name).is_some();
+    let kinds = ["hosts", "headers", "methods", "paths", "snis"].iter().filter(is_set).count();
+    let hosts = route.texts_of("hosts");
+    let is_exact = !hosts.is_empty() && !hosts.iter().any(|host| host.contains('*'));
+    let fields = route.get("headers").map_or(0, |headers| headers.settings().len());
+    let regex_priority = route.number_of("regex_priority").filter(|_| is_regex).unwrap_or(0);
+    let length = if is_regex { 0 } else { path.len() };
+    let parts = [kinds, is_exact.into(), fields, is_regex.into(), usize::try_from(regex_priority).unwrap_or(0), length];
+    parts.iter().map(|part| i64::try_from(*part).unwrap_or(i64::MAX)).collect()
+}
+
+/// Whether Kong before 3.0 takes a path for a prefix.
+fn is_literal(path: &str) -> bool {
+    path.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_~/%".contains(&byte))
 }
 
 /// The path of a service, which is put before that of requests.

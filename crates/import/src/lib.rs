@@ -5,7 +5,7 @@
 //! The result is checked as `transom check` does. No server is contacted.
 //!
 //! - `nginx`, `kong`, `envoy_ratelimit`, `traefik`, `ingress`: the importers; `path`, `rate` and `network` translate parts that several
-//!   products have.
+//!   products have; `route_order` keeps the order in which a product tries routes.
 //! - `tree`: documents of YAML and TOML, whose settings know whether they were read.
 //! - `gateway`, `toml_writer`: the intermediate form and its text; `source`: positions, notes, errors.
 
@@ -17,6 +17,7 @@ mod network;
 mod nginx;
 mod path;
 mod rate;
+mod route_order;
 pub mod source;
 mod toml_writer;
 mod traefik;

@@ -100,7 +100,7 @@ pub fn precedes(one: &str, other: &str) -> bool {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Segment {
     Literal,
-    /// With a `*` in it.
+    /// With a `*` or a name in it.
     Partial,
     Parameter,
     Rest,
@@ -111,7 +111,7 @@ impl Segment {
         match text {
             text if text.starts_with("{*") => Segment::Rest,
             text if text.starts_with('{') => Segment::Parameter,
-            text if text.contains('*') => Segment::Partial,
+            text if text.contains(['*', '{']) => Segment::Partial,
             _ => Segment::Literal,
         }
     }
@@ -127,14 +127,18 @@ fn common_segment<'s>(one: &'s str, other: &'s str) -> Option<Option<&'s str>> {
         (Segment::Literal, Segment::Literal) => None,
         (_, Segment::Parameter | Segment::Rest) => (!narrow.is_empty()).then_some(Some(narrow)),
         (kind, _) => {
-            let ends = |text: &'s str| Some((text.split_once('*')?.0, text.rsplit_once('*')?.1));
+            let ends = |text: &'s str| Some((text.split_once(['*', '{'])?.0, text.rsplit_once(['*', '}'])?.1));
             let (first, last) = ends(narrow).unwrap_or((narrow, narrow));
             let (start, end) = ends(wide)?;
             let is_possible = (first.starts_with(start) || start.starts_with(first) && kind == Segment::Partial)
                 && (last.ends_with(end) || end.ends_with(last) && kind == Segment::Partial);
-            let is_exact = kind == Segment::Literal && wide.matches('*').count() == 1;
+            let is_exact = kind == Segment::Literal && wide.matches(['*', '{']).count() == 1;
             match is_exact {
                 true => (is_possible && narrow.len() > start.len() + end.len()).then_some(Some(narrow)),
+                // The same pattern with a name, such as `api{more}` for `api*`.
+                false if ends(narrow) == Some((start, end)) && wide.matches(['*', '{']).count() == 1 => {
+                    Some(Some(narrow))
+                }
                 false => is_possible.then_some(None),
             }
         }
@@ -284,6 +288,8 @@ mod tests {
             ("/a/*.css", "/a/x*", "Unknown"),
             ("/a/{p1}", "/a/x*", "/a/x*"),
             ("/a", "/a/{*rest}", "Nothing"),
+            ("/a*/b", "/ab/{*rest}", "/ab/b"),
+            ("/a{more}/b", "/ab/{*rest}", "/ab/b"),
         ] {
             assert_eq!((pattern(one, other), pattern(other, one)), (both.to_owned(), both.to_owned()));
         }

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use crate::gateway::{Gateway, Named, Route, Section, Value, one_or_list, table, table_name, unused_name};
 use crate::path::{covers, literal, within_segment};
 use crate::rate::{Rate, Window, windows};
+use crate::route_order::keep_order;
 use crate::source::{Effect, ImportError};
 use crate::traefik_rule::{Alternative, parse};
 use crate::tree::{Entry, Node, nothing_in, read_all, translated};
@@ -61,6 +62,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
             entry.note(&mut importer.gateway, Effect::LeftOut, "the gateway forwards HTTP only");
         }
     }
+    keep_order(&mut importer.gateway, "Traefik");
     Ok(translated(&documents, importer.gateway))
 }
 
@@ -202,10 +204,10 @@ impl<'d> Importer<'d> {
             }
         };
         node.ignore(&["ruleSyntax", "observability"]);
-        if let Some(priority) = node.setting("priority") {
-            let why = "the most specific route precedes others";
-            priority.note_at(&mut self.gateway, &mut section, Effect::Differs, why);
-        }
+        // By default, the longest rule is tried first.
+        let priority =
+            node.text_of("priority").and_then(|priority| priority.parse().ok()).filter(|number| *number != 0);
+        let rank = vec![priority.unwrap_or(rule.node.text().map_or(0, str::len) as i64)];
         if let Some(tls) = node.setting("tls") {
             tls.node.mark_read();
             let why = "the gateway has no certificate: with [listen.https], write `scheme = \"https\"`";
@@ -229,11 +231,18 @@ impl<'d> Importer<'d> {
             section.settings.insert(place, ("rules".to_owned(), applied.rules.clone().into()));
         }
         for alternative in alternatives {
-            self.add_routes(router, alternative, &section, &applied);
+            self.add_routes(router, alternative, &section, &applied, &rank);
         }
     }
 
-    fn add_routes(&mut self, router: &Entry, alternative: Alternative, section: &Section, applied: &Applied) {
+    fn add_routes(
+        &mut self,
+        router: &Entry,
+        alternative: Alternative,
+        section: &Section,
+        applied: &Applied,
+        rank: &[i64],
+    ) {
         let Alternative { hosts, mut paths, methods, headers, within } = alternative;
         let mut section = section.clone();
         if !section.restricts() {
@@ -254,7 +263,7 @@ impl<'d> Importer<'d> {
                 applied.set_path(&mut section, &mut path);
             }
             let (hosts, methods, headers) = (hosts.clone(), methods.clone(), headers.clone());
-            let route = Route { hosts, path, methods, headers, scheme: None, section, position: None };
+            let route = Route { hosts, path, methods, headers, rank: rank.to_vec(), section, ..Route::default() };
             self.gateway.add_route(route, &router.node.position);
         }
     }

@@ -359,7 +359,7 @@ impl<'d> Importer<'d> {
                 headers: Vec::new(),
                 scheme: routes.scheme,
                 section,
-                position: None,
+                ..Route::default()
             };
             self.gateway.add_route(route, &directive.position);
         }

@@ -1,0 +1,150 @@
+//! The order of routes: products that try them in an order of their own, and the gateway, which takes the most specific one.
+
+use std::cmp::Ordering;
+
+use crate::gateway::{Gateway, Route, Section, Value};
+use crate::path::{Common, common, precedes};
+use crate::source::Effect;
+
+/// Most routes that are added.
+const ADDED_MAX: usize = 500;
+
+/// Where the gateway takes a route that the product tries later, and that restricts less, adds a route for the requests that match
+/// both, with the actions of the one that the product takes. Other differences are noted.
+pub fn keep_order(gateway: &mut Gateway, product: &str) {
+    let mut order: Vec<usize> = (0..gateway.routes.len()).collect();
+    order.sort_by(|one, other| gateway.routes[*one].rank.cmp(&gateway.routes[*other].rank));
+    let (end, mut noted) = (order.len() + ADDED_MAX, Vec::new());
+    // From the last one on, so that routes that are added are compared as well.
+    for first in order {
+        for second in 0..gateway.routes.len() {
+            let (one, other) = (&gateway.routes[first], &gateway.routes[second]);
+            if one.rank <= other.rank || one.actions().eq(other.actions()) {
+                continue;
+            }
+            let Some(hosts) = hosts_of_other(one, other, second < first) else { continue };
+            let Some(both) = conditions_of_both(one, other) else { continue };
+            let path = match common(&one.path, &other.path) {
+                Common::Nothing => continue,
+                Common::Pattern(path) => Some(path),
+                Common::Unknown => None,
+            };
+            let is_weaker = restricts_more(&one.section, &other.section);
+            let (position, other_position) = (one.position.clone(), other.position.clone());
+            let Some(at) = position.clone() else { continue };
+            if !is_weaker || path.is_none() || gateway.routes.len() >= end {
+                let effect = match (is_weaker, restricts_more(&other.section, &one.section)) {
+                    (true, _) => Effect::NotEnforced,
+                    (false, true) => Effect::Stricter,
+                    (false, false) => Effect::Differs,
+                };
+                let text = format!(
+                    "`{}`: requests that also match `{}` have the route of the latter; {product} takes this one",
+                    one.shown(),
+                    other.shown()
+                );
+                // Once for all paths of two routes.
+                if !noted.contains(&(effect, position.clone(), other_position.clone())) {
+                    noted.push((effect, position, other_position));
+                    gateway.note(effect, &at, text);
+                }
+                continue;
+            }
+            let path = path.unwrap_or_default();
+            let mut section = Section { comments: Vec::new(), settings: one.actions().cloned().collect() };
+            section.comment(format!(
+                "Requests that match `{}` and `{}`: {product} takes the former.",
+                one.shown(),
+                other.shown()
+            ));
+            let is_named = |(name, value): &(String, Value)| {
+                name == "rewrite" && matches!(value, Value::Text(to) if to.contains('{')) && path != one.path
+            };
+            if section.settings.iter().any(is_named) {
+                let text = format!("`{path}`: the path cannot be changed as for `{}`: the route is closed", one.path);
+                section.close(403);
+                let comment = gateway.placed_note(Effect::Stricter, &at, text);
+                section.comment(comment);
+            }
+            let rank = gateway.routes[first].rank.clone();
+            gateway.add_route(Route { hosts, path, rank, section, ..both }, &at);
+        }
+    }
+}
+
+impl Route {
+    /// What it matches, such as `POST a.example/login`.
+    fn shown(&self) -> String {
+        let fields: String = self.headers.iter().map(|(name, _)| format!(" with {name}")).collect();
+        let methods = self.methods.join(",");
+        format!("{methods} {}{}{fields}", self.hosts.join(","), self.path).trim_start().to_owned()
+    }
+
+    /// What is done with requests.
+    fn actions(&self) -> impl Iterator<Item = &(String, Value)> {
+        self.section.settings.iter().filter(|(name, _)| name != "name")
+    }
+}
+
+/// Whether a route refuses requests that another one admits.
+fn restricts_more(one: &Section, other: &Section) -> bool {
+    let is_closed = |section: &Section| match section.get("respond") {
+        Some(Value::Table(respond)) => respond.iter().any(|(_, value)| matches!(value, Value::Number(400..))),
+        _ => false,
+    };
+    let lacks_rule = |rules: &Value| match (rules, other.get("rules")) {
+        (Value::List(rules), Some(Value::List(known))) => rules.iter().any(|rule| !known.contains(rule)),
+        _ => true,
+    };
+    let differs = |name: &str| one.get(name).is_some_and(|value| other.get(name) != Some(value));
+    !is_closed(other)
+        && (is_closed(one) || one.get("rules").is_some_and(lacks_rule) || differs("allow") || differs("max_body"))
+}
+
+/// The hosts of both for which the gateway takes the other route where both match. Empty: all. `is_before`: in the file.
+fn hosts_of_other(one: &Route, other: &Route, is_before: bool) -> Option<Vec<String>> {
+    let any = [String::new()];
+    let hosts = |route: &Route| if route.hosts.is_empty() { any.to_vec() } else { route.hosts.clone() };
+    let conditions = |route: &Route| (!route.methods.is_empty(), route.headers.len());
+    let by_path = match (precedes(&one.path, &other.path), precedes(&other.path, &one.path)) {
+        (true, _) => Ordering::Greater,
+        (_, true) => Ordering::Less,
+        _ => conditions(one).cmp(&conditions(other)).then((!is_before).cmp(&true)),
+    };
+    let mut common = Vec::new();
+    for host in hosts(one) {
+        for other in hosts(other) {
+            let (narrow, wide) = if precision(&host) >= precision(&other) { (&host, &other) } else { (&other, &host) };
+            let is_pattern = wide.is_empty() || wide.starts_with('*');
+            let is_common = narrow == wide || is_pattern && narrow.ends_with(wide.trim_start_matches('*'));
+            if is_common && precision(&host).cmp(&precision(&other)).then(by_path).is_lt() && !common.contains(narrow) {
+                common.push(narrow.clone());
+            }
+        }
+    }
+    let is_any = common.contains(&String::new());
+    (!common.is_empty()).then(|| if is_any { Vec::new() } else { common })
+}
+
+/// An exact host is tried before a wildcard, and a longer wildcard before a shorter one. Empty: any host.
+fn precision(host: &str) -> (bool, usize) {
+    (!host.is_empty() && !host.starts_with('*'), host.len())
+}
+
+/// The methods and header fields that both require; `None` if no request has them.
+fn conditions_of_both(one: &Route, other: &Route) -> Option<Route> {
+    let methods: Vec<String> = match (&one.methods[..], &other.methods[..]) {
+        ([], methods) | (methods, []) => methods.to_vec(),
+        (methods, others) => methods.iter().filter(|method| others.contains(method)).cloned().collect(),
+    };
+    let is_any = one.methods.is_empty() && other.methods.is_empty();
+    let mut headers = one.headers.clone();
+    for header in &other.headers {
+        match headers.iter().find(|(name, _)| *name == header.0) {
+            Some(known) if known != header => return None,
+            Some(_) => {}
+            None => headers.push(header.clone()),
+        }
+    }
+    (is_any || !methods.is_empty()).then(|| Route { methods, headers, ..Route::default() })
+}
