@@ -344,7 +344,11 @@ impl BlockReader {
                     let ready = entries.len() / 2;
                     return Ok(self.split(ready, spare.try_recv().unwrap_or_default()));
                 }
-                Input::Open(_) | Input::Closed(_) => {}
+                Input::Open(_) | Input::Closed(_) => {
+                    // Lines that cannot be played make room.
+                    let mut read = self.split(0, Block::default());
+                    self.block.counts = std::mem::take(&mut read.counts);
+                }
             }
         }
     }
@@ -453,4 +457,27 @@ fn first_time(path: &Path, format: &Arc<LogFormat>) -> io::Result<u64> {
     let mut lines = start.split_mut(|byte| *byte == b'\n');
     let time = lines.find_map(|line| Some(reader.read(line, &mut Vec::new())?.1.ok()?.time_ms));
     Ok(time.unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::field_names::LoggedFields;
+
+    /// One overlong line, and lines without a request.
+    #[test]
+    fn lines_that_cannot_be_read_take_no_memory() {
+        for line in ["", "no line of a log, however long it may be, since it goes on and on\n"] {
+            let bytes = match line {
+                "" => Box::new(io::repeat(b'x').take(40 << 20)) as Box<dyn io::Read + Send>,
+                _ => Box::new(io::Cursor::new(line.repeat((40 << 20) / line.len()))),
+            };
+            let format = Arc::new(LogFormat::parse("combined", LoggedFields::default()).unwrap());
+            let mut reader = BlockReader::new("log".to_owned(), Input::Open(bytes), format, ProgressBar::hidden());
+            let block = reader.read_block(&channel().1).unwrap();
+            assert!(block.buffer.capacity() <= 2 * BLOCK_BYTES + LINE_MAX_BYTES, "{}", block.buffer.capacity());
+            assert_eq!((block.counts.bad, block.counts.lines), (block.counts.lines, block.counts.bad));
+            assert!(block.counts.bad > 0);
+        }
+    }
 }
