@@ -329,6 +329,10 @@ impl<'d> Importer<'d> {
         if config.bool_of("hide_credentials") == Some(true) {
             let names: Vec<String> = names.iter().map(|name| name.to_lowercase()).collect();
             section.set("request_headers", table([("remove", names.into())]));
+            if let (true, Some(hidden)) = (is_on("key_in_query"), config.setting("hide_credentials")) {
+                let why = "the server receives keys of the query; `key_in_query: false` refuses them";
+                hidden.note_at(&mut self.gateway, section, Effect::Differs, why);
+            }
         }
     }
 

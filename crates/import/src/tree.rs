@@ -1,7 +1,7 @@
 //! Documents of YAML, JSON and TOML as trees in which each setting has its line, and knows whether it was read.
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
@@ -273,16 +273,22 @@ impl<'t> YamlReader<'t> {
         }
     }
 
-    fn node(&mut self, event: Event<'t>, position: Position, depth: usize) -> Result<Node, ImportError> {
-        self.nodes += 1;
-        if self.nodes > NODES_MAX || depth > DEPTH_MAX {
-            return Err(ImportError::at(&position, "the document is too large or too deep", ""));
+    /// Counts nodes, of which a document has a limited number.
+    fn count(&mut self, nodes: usize, depth: usize, position: &Position) -> Result<(), ImportError> {
+        self.nodes += nodes;
+        match self.nodes > NODES_MAX || depth > DEPTH_MAX {
+            true => Err(ImportError::at(position, "the document is too large or too deep", "")),
+            false => Ok(()),
         }
+    }
+
+    fn node(&mut self, event: Event<'t>, position: Position, depth: usize) -> Result<Node, ImportError> {
+        self.count(1, depth, &position)?;
         let (content, anchor) = match event {
             Event::Alias(anchor) => {
                 let mut node = self.anchors.get(&anchor).cloned();
                 if let Some(node) = &mut node {
-                    self.nodes += size(node);
+                    self.count(size(node), depth, &position)?;
                     node.position = position.clone();
                 }
                 return node.ok_or_else(|| ImportError::at(&position, "the alias names nothing", ""));
@@ -306,6 +312,8 @@ impl<'t> YamlReader<'t> {
         };
         let node = Node { content, position };
         if anchor != 0 {
+            // Nested anchors have copies of what is in them.
+            self.count(size(&node), depth, &node.position)?;
             self.anchors.insert(anchor, node.clone());
         }
         Ok(node)
@@ -313,6 +321,7 @@ impl<'t> YamlReader<'t> {
 
     fn entries(&mut self, depth: usize) -> Result<Vec<Entry>, ImportError> {
         let mut entries: Vec<Entry> = Vec::new();
+        let mut keys = HashSet::new();
         let mut merged = Vec::new();
         loop {
             let (key, position) = match self.next()? {
@@ -328,7 +337,7 @@ impl<'t> YamlReader<'t> {
                 merged.push(value);
                 continue;
             }
-            if entries.iter().any(|entry| entry.key == key) {
+            if !keys.insert(key.clone()) {
                 return Err(ImportError::at(&position, format!("`{key}` is given twice"), "remove one of them"));
             }
             value.position = position;
@@ -337,7 +346,7 @@ impl<'t> YamlReader<'t> {
         for map in merged.iter().flat_map(Node::items) {
             let Content::Map(more) = &map.content else { continue };
             for entry in more {
-                if entries.iter().all(|known| known.key != entry.key) {
+                if keys.insert(entry.key.clone()) {
                     entries.push(entry.clone());
                 }
             }
@@ -426,6 +435,9 @@ mod tests {
                 })
                 .collect::<String>();
         assert!(yaml(&laughs).unwrap_err().message.contains("too large"));
+        let nested: String = (0..90).map(|n| format!("&n{n} [")).collect();
+        let nested = format!("{nested}{}{}", "1,".repeat(10_000), "]".repeat(90));
+        assert!(yaml(&nested).unwrap_err().message.contains("too large"));
     }
 
     #[test]

@@ -582,7 +582,8 @@ impl<'d> Importer<'d> {
 
 /// Whether a location has limits or access rules of its own.
 fn restricts(block: &Directive) -> bool {
-    let is_restriction = |name: &str| directives::limits_access(name) || ["return", "internal"].contains(&name);
+    const OTHERS: [&str; 4] = ["return", "internal", "limit_except", "client_max_body_size"];
+    let is_restriction = |name: &str| directives::limits_access(name) || OTHERS.contains(&name);
     block.children().iter().any(|child| is_restriction(&child.name))
 }
 

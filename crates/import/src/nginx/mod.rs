@@ -169,6 +169,9 @@ impl<'d> Importer<'d> {
                 (field.to_lowercase(), scope.all(&["set_real_ip_from"]))
             })
             .collect();
+        let is_recursive = scopes
+            .iter()
+            .all(|scope| scope.one("real_ip_recursive").is_some_and(|directive| directive.argument() == "on"));
         let network = |proxy: &Directive| Network::parse(proxy.argument());
         for (scope, (field, proxies)) in scopes.iter().zip(&lists) {
             for proxy in proxies.iter().filter(|proxy| proxy.fate.get() == Fate::Unread) {
@@ -188,8 +191,12 @@ impl<'d> Importer<'d> {
                 proxy.mark(Fate::Translated);
                 let setting = if field == "proxy_protocol" { "proxy_protocol" } else { "trusted_proxies" };
                 self.gateway.listen.push(setting, proxy.argument());
-                if !["proxy_protocol", "x-forwarded-for"].contains(&field.as_str()) {
-                    self.gateway.listen.set("client_ip", field.as_str());
+                match field.as_str() {
+                    "proxy_protocol" => {}
+                    // Only the last address of the field is read.
+                    "x-forwarded-for" if !is_recursive => self.gateway.listen.set("trusted_hops", 1),
+                    "x-forwarded-for" => {}
+                    field => self.gateway.listen.set("client_ip", field),
                 }
             }
             for name in &PROXY_DIRECTIVES[1..] {
