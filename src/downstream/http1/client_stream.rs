@@ -23,12 +23,20 @@ use crate::upstream::request_body::{BodyError, BodySource};
 use transom_http::error::RequestError;
 use transom_http::http1_body::BodyDecoder;
 use transom_http::http1_head::{FirstLine, HeadLimits, RequestHead, may_complete_head, parse_request_head};
+use transom_usage::memory_budget::{MemoryBudget, MemoryShare};
 
 /// The most bytes of a body that nothing takes, so that the next request on the connection can be served.
 const DISCARD_MAX_BYTES: usize = 64 * 1024;
 
 /// How often the socket is asked whether the client has closed the connection behind unread bytes.
 const CLOSE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
+
+/// While unread bytes fill the buffer of the socket, the end of the connection does not arrive. Therefore bytes are read before
+/// they are taken: up to about so many of a connection, of which one read takes up to `READ_AHEAD_BYTES`, and of all connections
+/// together.
+const READ_AHEAD_MAX_BYTES: usize = 256 * 1024;
+const READ_AHEAD_BYTES: usize = 32 * 1024;
+static READ_AHEAD_MEMORY: MemoryBudget = MemoryBudget::new(64 << 20);
 
 /// The stream of a client.
 pub struct ClientStream {
@@ -70,7 +78,8 @@ enum Expectation {
 enum SocketState {
     NotChecked,
     /// It has unread bytes, behind which the end of the stream cannot be read. The timer runs until the socket is asked for it.
-    HasData(Rc<Timer>),
+    /// The share is that of bytes that were read before they are taken.
+    HasData(Rc<Timer>, Option<Box<MemoryShare>>),
 }
 
 /// Why there is no request head.
@@ -189,12 +198,13 @@ impl ClientStream {
             };
             let timer = self.timers.new_timer();
             timer.arm(CLOSE_CHECK_INTERVAL);
-            state.socket_state = SocketState::HasData(timer);
+            state.socket_state = SocketState::HasData(timer, None);
         }
-        if let SocketState::HasData(timer) = &state.socket_state
+        if let SocketState::HasData(timer, memory) = &mut state.socket_state
             && timer.poll_expired(cx)
         {
-            if state.stream.io.is_closed_by_peer() {
+            let memory = memory.get_or_insert_with(|| Box::new(READ_AHEAD_MEMORY.share()));
+            if state.stream.io.is_closed_by_peer() || read_ahead(&mut state.stream, memory, cx) {
                 return Poll::Ready(());
             }
             timer.arm(CLOSE_CHECK_INTERVAL);
@@ -290,6 +300,18 @@ impl StreamState {
             }
         }
     }
+}
+
+/// Receives what the socket has, within limits. Returns whether the stream has ended.
+fn read_ahead(stream: &mut Http1Stream, memory: &mut MemoryShare, cx: &mut Context<'_>) -> bool {
+    while stream.received.len() < READ_AHEAD_MAX_BYTES && memory.grow_to(stream.received.len() + READ_AHEAD_BYTES) {
+        match stream.poll_receive(READ_AHEAD_BYTES, cx) {
+            Poll::Ready(Ok(1..)) => {}
+            Poll::Ready(Ok(0) | Err(_)) => return true,
+            Poll::Pending => break,
+        }
+    }
+    false
 }
 
 fn is_woken_by(waker: Option<&Waker>, cx: &Context<'_>) -> bool {
