@@ -20,7 +20,7 @@ use tokio::sync::Notify;
 
 use super::attempt_log::AttemptLog;
 use super::connection::{ConnectionError, UpstreamConnection};
-use super::hold::{ATTEMPT_PAUSE, HoldQueue, Ticket};
+use super::hold::{ATTEMPT_PAUSE, HoldQueue, NEXT_SERVER_DELAY, Ticket, Turn};
 use super::load_balancer::{Choice, LoadBalancer, RequestTraits, TriedServers};
 use super::pool::{ActiveRequest, ConnectionLimitReached, Offer, ServerPool};
 use super::request_body::{RequestBody, UploadProgress};
@@ -96,6 +96,9 @@ struct HeldConnection {
     /// Has the server, if the servers of the upstream may have changed.
     forwarder: Option<Rc<Forwarder>>,
 }
+
+/// Connects to a server for a request that waits.
+type HeldAttempt<'f> = (ServerId, Pin<Box<dyn Future<Output = Result<HeldConnection, RequestError>> + 'f>>);
 
 /// Where a request is sent next.
 enum NextAttempt {
@@ -502,7 +505,7 @@ impl Forwarder {
             return Err(unreachable(UpstreamLimit::Held, "`max_held` requests wait already"));
         };
         let upstream = &self.upstream_health.name;
-        if request_limit.held() == 1 {
+        if request_limit.may_log_wait(self.upstream_health.elapsed_ms(began)) {
             let for_ms = limit.as_millis() as u64;
             tracing::warn!(upstream, for_ms, "no server is reachable, requests wait: {}", queue.last_failure());
         }
@@ -520,7 +523,7 @@ impl Forwarder {
                 if let Some((log, forwarder)) = log.zip(connected.forwarder.as_ref()) {
                     log.use_servers(&forwarder.upstream_health);
                 }
-                if request_limit.held() == 0 {
+                if request_limit.held() == 0 && request_limit.end_logged_wait() {
                     let waited_ms = waited.as_millis() as u64;
                     tracing::info!(upstream, waited_ms, "a server is reachable, no request waits any longer");
                 }
@@ -532,8 +535,8 @@ impl Forwarder {
         }
     }
 
-    /// Waits for the turns of a request, and tries one current server after the other. Fails only if a server works but has
-    /// too many connections.
+    /// Waits for the turns of a request, and connects to one of the current servers. Fails only if a server works but has too
+    /// many connections.
     async fn connect_when_reachable(
         &self,
         hold: &Hold,
@@ -541,81 +544,119 @@ impl Forwarder {
         forwarding: &mut Forwarding,
         limits: &Timeouts,
     ) -> Result<HeldConnection, RequestError> {
-        let mut tried_of: Option<Rc<Forwarder>> = None;
+        let (mut turn, mut tried) = (None, std::mem::take(&mut forwarding.tried));
         loop {
-            let _turn = hold.queue.turn(ticket).await;
-            loop {
-                let pause = hold.queue.pause(self.clock.instant());
-                if !pause.is_zero() {
-                    tokio::time::sleep(pause).await;
+            let changed = hold.changed.notified();
+            let current = hold.current.borrow().upgrade();
+            let forwarder = current.as_deref().unwrap_or(self);
+            if !std::ptr::eq(forwarder, self) {
+                tried.clear();
+            }
+            forwarding.is_exclusive = forwarder.needs_exclusive(forwarding.traits);
+            let connecting = forwarder.connect_in_turn(&hold.queue, ticket, &mut turn, &mut tried, forwarding, limits);
+            let (connected, permit) = tokio::select! {
+                biased;
+                connected = connecting => connected?,
+                // Other servers may be reachable.
+                () = changed => continue,
+            };
+            hold.queue.connected();
+            (forwarding.tried, forwarding.request_permit) = (tried, permit);
+            // What an earlier server did with a connection says nothing about this one.
+            forwarding.needs_new_connection = false;
+            return Ok(HeldConnection { forwarder: current, ..connected });
+        }
+    }
+
+    /// Tries one server after the other while the request has the turn. An attempt at a server that does not answer goes on
+    /// beside the next one, and the first connection is used.
+    async fn connect_in_turn(
+        &self,
+        queue: &Rc<HoldQueue>,
+        ticket: Ticket,
+        turn: &mut Option<Turn>,
+        tried: &mut TriedServers,
+        forwarding: &Forwarding,
+        limits: &Timeouts,
+    ) -> Result<(HeldConnection, Option<RequestPermit>), RequestError> {
+        let (mut attempts, mut permit, mut wait) = (Vec::new(), None, Duration::ZERO);
+        loop {
+            if turn.is_none() {
+                *turn = Some(queue.turn(ticket).await);
+                wait = queue.pause(self.clock.instant());
+            }
+            let ended = match wait.is_zero() {
+                true => None,
+                false => tokio::time::timeout(wait, first_ended(&mut attempts)).await.ok(),
+            };
+            let connected = match ended {
+                Some(ended) => ended.map(Some),
+                None => self.begin_attempt(forwarding, limits, tried, &mut attempts, &mut permit),
+            };
+            match connected {
+                Ok(Some(connected)) => return Ok((connected, permit.flatten())),
+                Ok(None) if permit.is_some() => {
+                    wait = NEXT_SERVER_DELAY;
+                    continue;
                 }
-                let changed = hold.changed.notified();
-                let current = hold.current.borrow().upgrade();
-                let forwarder = current.as_deref().unwrap_or(self);
-                if !std::ptr::eq(forwarder, tried_of.as_deref().unwrap_or(self)) {
-                    forwarding.tried.clear();
-                    tried_of.clone_from(&current);
-                }
-                let connecting = forwarder.connect_next(forwarding, limits);
-                let connected = tokio::select! {
-                    connected = connecting => connected,
-                    // Other servers may be reachable.
-                    () = changed => continue,
-                };
-                match connected {
-                    Ok(Some(connected)) => {
-                        hold.queue.connected();
-                        // What an earlier server did with a connection says nothing about this one.
-                        forwarding.needs_new_connection = false;
-                        return Ok(HeldConnection { forwarder: current, ..connected });
-                    }
-                    // `max_requests` are in flight.
-                    Ok(None) => tokio::time::sleep(ATTEMPT_PAUSE).await,
-                    Err(RequestError::Overloaded) => return Err(RequestError::Overloaded),
-                    Err(error) => hold.queue.connect_failed(error.operator_message(), self.clock.instant()),
-                }
-                if !hold.queue.keeps_turn(ticket) {
-                    break;
-                }
+                // `max_requests` are in flight.
+                Ok(None) => {}
+                Err(RequestError::Overloaded) => return Err(RequestError::Overloaded),
+                Err(error) => queue.connect_failed(error.operator_message(), self.clock.instant()),
+            }
+            wait = ATTEMPT_PAUSE;
+            if !queue.keeps_turn(ticket) {
+                attempts.clear();
+                *turn = None;
+            }
+            if attempts.is_empty() {
+                permit = None;
             }
         }
     }
 
-    /// Tries the next server for a request that waits. `None`: too many requests are in flight.
-    async fn connect_next(
-        &self,
-        forwarding: &mut Forwarding,
-        limits: &Timeouts,
+    /// Begins to connect to the next server for a request that waits. Returns an idle connection, if there is one.
+    /// `permit` stays `None` if too many requests are in flight.
+    fn begin_attempt<'f>(
+        &'f self,
+        forwarding: &'f Forwarding,
+        limits: &'f Timeouts,
+        tried: &mut TriedServers,
+        attempts: &mut Vec<HeldAttempt<'f>>,
+        permit: &mut Option<Option<RequestPermit>>,
     ) -> Result<Option<HeldConnection>, RequestError> {
         let (health, servers) = (&self.upstream_health, self.load_balancer.servers());
         if servers.is_empty() {
             health.suspect_servers();
             return Err(RequestError::NoServer);
         }
-        let Ok(permit) = self.request_permit() else { return Ok(None) };
-        if forwarding.tried.len() >= servers.len() {
-            forwarding.tried.clear();
+        if permit.is_none() {
+            *permit = self.request_permit().ok();
         }
-        forwarding.is_exclusive = self.needs_exclusive(forwarding.traits);
-        let now = self.clock.instant();
-        let choice = self.load_balancer.choose_next(health, forwarding.traits, &forwarding.tried, now);
+        let is_busy = |server: ServerId| attempts.iter().any(|(busy, _)| *busy == server);
+        if permit.is_none() || servers.ids().all(is_busy) {
+            return Ok(None);
+        }
+        if tried.len() >= servers.len() {
+            tried.retain(|server| is_busy(*server));
+        }
+        let mut choice = self.load_balancer.choose_next(health, forwarding.traits, tried, self.clock.instant());
+        if is_busy(choice.server)
+            && let Some(other) = servers.ids().find(|server| !is_busy(*server))
+        {
+            choice = self.load_balancer.choice(other);
+        }
+        tried.push(choice.server);
         let server = &servers[choice.server];
-        let idle = || std::iter::from_fn(|| server.pool.take_ready()).find_map(ready);
-        let idle = if forwarding.is_exclusive { None } else { idle() };
-        let connected = match idle {
-            Some(connection) => Ok((connection, true)),
-            None => self.connect(server, forwarding, limits).await,
-        };
-        match connected {
-            Ok((connection, reused)) => {
-                forwarding.request_permit = permit;
-                Ok(Some(HeldConnection { connection, reused, choice, forwarder: None }))
-            }
-            Err(error) => {
-                forwarding.tried.push(choice.server);
-                Err(error)
-            }
+        let connected = move |(connection, reused)| HeldConnection { connection, reused, choice, forwarder: None };
+        if !forwarding.is_exclusive
+            && let Some(idle) = std::iter::from_fn(|| server.pool.take_ready()).find_map(ready)
+        {
+            return Ok(Some(connected((idle, true))));
         }
+        let connecting = async move { self.connect(server, forwarding, limits).await.map(connected) };
+        attempts.push((choice.server, Box::pin(connecting)));
+        Ok(None)
     }
 
     /// Handles a failure to connect: nothing was sent, so any request can go to another server.
@@ -846,6 +887,20 @@ impl Forwarder {
             }))
         })
     }
+}
+
+/// The result of the attempt that ends first. Never ready without attempts.
+async fn first_ended(attempts: &mut Vec<HeldAttempt<'_>>) -> Result<HeldConnection, RequestError> {
+    poll_fn(|cx| {
+        let ended = attempts.iter_mut().enumerate().find_map(|(at, (_, attempt))| match attempt.as_mut().poll(cx) {
+            Poll::Ready(ended) => Some((at, ended)),
+            Poll::Pending => None,
+        });
+        let Some((at, ended)) = ended else { return Poll::Pending };
+        drop(attempts.swap_remove(at));
+        Poll::Ready(ended)
+    })
+    .await
 }
 
 /// A connection from the pool, if its server has not closed it.

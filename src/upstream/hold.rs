@@ -1,7 +1,8 @@
 //! Requests that wait while no server of an upstream is reachable, in one worker.
 //!
 //! They are served in order of arrival. A request that has a [`Turn`] tries to connect; while no server is reachable, only
-//! one has it, and pauses between attempts. Each connection that succeeds lets one more request connect at the same time,
+//! one has it, and pauses between attempts that fail. An attempt that takes long, such as at a server that drops packets,
+//! goes on while the next servers are tried. Each connection that succeeds lets one more request connect at the same time,
 //! as in the slow start of TCP, so that a server that is back is not flooded. While the queue is in use, every new request
 //! of the upstream joins it.
 
@@ -14,6 +15,9 @@ use tokio::sync::oneshot;
 
 /// The pause after an attempt that failed.
 pub const ATTEMPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// How long a server may not answer an attempt before the next server is tried beside it.
+pub const NEXT_SERVER_DELAY: Duration = Duration::from_millis(250);
 
 pub struct HoldQueue {
     /// By arrival.

@@ -179,6 +179,11 @@ impl LoadBalancer {
         view.choice(server.unwrap_or(ServerId::FIRST))
     }
 
+    /// The choice of this server, as of the last choice.
+    pub fn choice(&self, server: ServerId) -> Choice {
+        self.view.borrow().choice(server)
+    }
+
     /// Whether there is a server that works, whose last request did not fail, and that is neither `server` nor one of
     /// `tried`.
     pub fn has_other(

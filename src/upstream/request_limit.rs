@@ -7,7 +7,10 @@
 
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+
+/// The log says at most so often that requests wait: servers that come and go would flood it, and so would clients.
+const WAIT_LOG_INTERVAL_MS: u64 = 60_000;
 
 /// The counts of one upstream.
 #[derive(Debug, Default)]
@@ -15,6 +18,10 @@ pub struct RequestLimit {
     requests: AtomicU32,
     pending: AtomicU32,
     held: AtomicU32,
+    /// When the log said that requests wait for a reachable server; 0: never.
+    wait_logged_ms: AtomicU64,
+    /// The log has not yet said that a server is reachable again.
+    is_wait_logged: AtomicBool,
 }
 
 /// Permits one request; its drop returns the permit.
@@ -64,6 +71,25 @@ impl RequestLimit {
     }
 }
 
+impl RequestLimit {
+    /// Whether it is logged now that requests wait for a reachable server.
+    pub fn may_log_wait(&self, now_ms: u64) -> bool {
+        let logged_ms = self.wait_logged_ms.load(Relaxed);
+        if logged_ms != 0 && now_ms < logged_ms + WAIT_LOG_INTERVAL_MS {
+            return false;
+        }
+        // Ordering: relaxed; of several workers, the first to change the number logs.
+        let is_first = self.wait_logged_ms.compare_exchange(logged_ms, now_ms, Relaxed, Relaxed).is_ok();
+        self.is_wait_logged.fetch_or(is_first, Relaxed);
+        is_first
+    }
+
+    /// Whether it was logged that requests wait, and not that they no longer do, which the caller logs.
+    pub fn end_logged_wait(&self) -> bool {
+        self.is_wait_logged.swap(false, Relaxed)
+    }
+}
+
 /// What issues permits for connections: the pool of one server.
 pub trait PermitIssuer {
     /// Takes a permit back, whose connection has closed.
@@ -99,5 +125,13 @@ mod tests {
         assert!(limit.acquire_pending(1).is_some() && limit.acquire_pending(0).is_none());
         drop(held);
         assert!(limit.acquire_request(1).is_some());
+    }
+
+    #[test]
+    fn waits_are_logged_once_a_minute() {
+        let limit = RequestLimit::default();
+        let logged: Vec<u64> = (1..=120_002).step_by(500).filter(|now_ms| limit.may_log_wait(*now_ms)).collect();
+        assert_eq!(logged, [1, 60_001, 120_001]);
+        assert!(limit.end_logged_wait() && !limit.end_logged_wait());
     }
 }

@@ -3,7 +3,7 @@
 //! `make restarts` restarts the server more often, and prints the result.
 
 use std::fs;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -134,6 +134,53 @@ fn requests_that_wait_go_on_with_other_servers() {
     let url = format!("http://{}", live.address);
     let lines = wait_for_lines(&log, 2);
     assert!(lines.iter().all(|line| line["server"] == url), "{lines:#?}");
+}
+
+/// A server that drops the packets of clients, as a machine that is off: its queue of connections is full.
+#[test]
+fn a_server_that_is_silent_does_not_delay_the_next_one() {
+    let silent = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    silent.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    silent.listen(0).unwrap();
+    let silent_address = silent.local_addr().unwrap().as_socket().unwrap();
+    let _queued = TcpStream::connect(silent_address).unwrap();
+    let live = Upstream::always(200);
+    let scratch = TempDir::new();
+    let list = scratch.path().join("servers.toml");
+    fs::write(&list, "servers = []\n").unwrap();
+    // Shorter than `timeouts.connect`.
+    let toml = format!(
+        "workers = 1\n[upstreams.u]\nservers_file = \"{}\"\nhold = \"4s\"\nmax_requests = 3\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        list.display(),
+    );
+    let mut gateway = Gateway::start(&toml);
+    let mut clients: Vec<Client> = (0..3).map(|_| send(&gateway, "GET", "/a", b"")).collect();
+    eventually("the requests wait", || held(&gateway) == 3);
+    // The back-up server is tried after the other.
+    let backup = format!("{{ url = \"http://{}\", backup = true }}", live.address);
+    fs::write(&list, format!("servers = [\"http://{silent_address}\", {backup}]\n")).unwrap();
+    gateway.reload(&toml);
+    clients.iter_mut().for_each(|client| drop(client.read_response().expect(200)));
+}
+
+/// The end of the connection does not arrive while the buffer of the socket is full.
+#[test]
+fn a_client_that_leaves_with_a_large_body_frees_its_place() {
+    let down = Upstream::refusing_connections();
+    let gateway = Gateway::start(&toml(&down, "hold = \"60s\""));
+    let client = send(&gateway, "POST", "/a", &[b'x'; 200_000]);
+    eventually("the request waits", || held(&gateway) == 1);
+    drop(client);
+    eventually("the client has left", || held(&gateway) == 0);
+    // The body of a client that stays is whole.
+    let body = vec![b'y'; 1_000_000];
+    let mut client = send(&gateway, "POST", "/b", &body);
+    eventually("the request waits", || held(&gateway) == 1);
+    let server =
+        down.listen(|connection| while connection.read_request().is_some() && connection.reply(200, &[], b"") {});
+    client.read_response().expect(200);
+    assert_eq!(server.received()[0].body.len(), body.len());
 }
 
 /// Requests that the retry budget does not pay for wait for their next attempt, and do not count in `max_requests` meanwhile.
