@@ -7,8 +7,16 @@ use transom_config::diagnostics::Problem;
 use crate::source::{Effect, Note, Position};
 
 /// Settings of a route that have no effect on a response of the gateway.
-const OF_FORWARDED_REQUESTS: [&str; 7] =
-    ["upstream", "strip_prefix", "replace_prefix", "rewrite", "request_headers", "timeouts", "max_body"];
+const OF_FORWARDED_REQUESTS: [&str; 8] = [
+    "upstream",
+    "strip_prefix",
+    "replace_prefix",
+    "rewrite",
+    "rewrite_location",
+    "request_headers",
+    "timeouts",
+    "max_body",
+];
 
 /// A value of a setting.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -95,6 +103,19 @@ impl Section {
         ["rules", "allow", "respond"].iter().any(|name| self.get(name).is_some())
     }
 
+    /// Whether a route refuses all requests.
+    pub fn is_closed(&self) -> bool {
+        match self.get("respond") {
+            Some(Value::Table(respond)) => respond.iter().any(|(_, value)| matches!(value, Value::Number(400..))),
+            _ => false,
+        }
+    }
+
+    /// The effect of what is missing: on a closed route, no request is admitted by it.
+    pub fn effect(&self, effect: Effect) -> Effect {
+        if self.is_closed() && effect == Effect::NotEnforced { Effect::LeftOut } else { effect }
+    }
+
     /// The prefix of the path that is replaced, and by what.
     pub fn prefix_change(&self) -> Option<(&str, &str)> {
         match (self.get("strip_prefix"), self.get("replace_prefix")) {
@@ -154,6 +175,8 @@ pub struct Route {
     pub path: String,
     pub methods: Vec<String>,
     pub headers: Vec<(String, Value)>,
+    pub query: Vec<(String, Value)>,
+    pub networks: Vec<String>,
     pub scheme: Option<&'static str>,
     pub section: Section,
     /// The product takes the greatest one of the routes that match. Empty if the order is that of the gateway.
@@ -165,8 +188,8 @@ pub struct Route {
 impl Route {
     /// Whether another route matches the same requests, and neither precedes the other.
     fn matches_as(&self, other: &Route) -> bool {
-        (&self.path, &self.methods, &self.headers, self.scheme)
-            == (&other.path, &other.methods, &other.headers, other.scheme)
+        (&self.path, &self.methods, &self.headers, &self.query, &self.networks, self.scheme)
+            == (&other.path, &other.methods, &other.headers, &other.query, &other.networks, other.scheme)
             && (self.hosts == other.hosts || self.hosts.iter().any(|host| other.hosts.contains(host)))
     }
 }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use crate::gateway::{Gateway, Named, Route, Section, Value, one_or_list, table, table_name, unused_name};
 use crate::network::{Network, difference};
+use crate::nginx::keys::hash_key;
 use crate::path::{literal, of_regex, prefix, segments};
 use crate::rate::{Rate, duration_text, windows};
 use crate::source::{Effect, ImportError};
@@ -119,15 +120,21 @@ impl<'d> Importer<'d> {
         let rules = self.limits(&annotations, name);
         let mut routes = Vec::new();
         for rule in spec.list_of("rules") {
-            let host = rule.text_of("host").map(str::to_lowercase);
+            let aliases = annotations.text("server-alias").unwrap_or_default().split(',').map(str::trim);
+            let mut hosts: Vec<String> =
+                rule.text_of("host").into_iter().chain(aliases).map(str::to_lowercase).collect();
+            hosts.retain(|host| !host.is_empty());
+            if rule.text_of("host").is_none() {
+                hosts.clear();
+            }
             for path in rule.get("http").map_or(&[][..], |http| http.list_of("paths")) {
-                routes.push((host.clone(), path.get("path"), path.text_of("pathType"), path.get("backend"), path));
+                routes.push((hosts.clone(), path.get("path"), path.text_of("pathType"), path.get("backend"), path));
             }
         }
         if let Some(backend) = spec.get("defaultBackend").or_else(|| spec.get("backend")) {
-            routes.push((None, None, Some("Prefix"), Some(backend), backend));
+            routes.push((Vec::new(), None, Some("Prefix"), Some(backend), backend));
         }
-        for (host, path, kind, backend, node) in routes {
+        for (hosts, path, kind, backend, node) in routes {
             let mut section = std::mem::take(&mut section);
             let Some(upstream) =
                 backend.and_then(|backend| self.upstream(backend, namespace, &annotations, &mut section))
@@ -142,13 +149,13 @@ impl<'d> Importer<'d> {
             }
             self.set_actions(&annotations, &mut section);
             let path = path.and_then(Node::text).unwrap_or("/");
-            self.add_routes(host, path, kind, &annotations, section, node);
+            self.add_routes(hosts, path, kind, &annotations, section, node);
         }
     }
 
     fn add_routes(
         &mut self,
-        host: Option<String>,
+        hosts: Vec<String>,
         path: &str,
         kind: Option<&str>,
         annotations: &Annotations,
@@ -194,7 +201,7 @@ impl<'d> Importer<'d> {
             if index > 0 {
                 section.comments.clear();
             }
-            let hosts = host.clone().into_iter().collect();
+            let hosts = hosts.clone();
             self.gateway.add_route(Route { hosts, path, section, ..Route::default() }, &node.position);
         }
     }
@@ -392,9 +399,18 @@ impl<'d> Importer<'d> {
         let scheme = if protocol.ends_with('S') { "https" } else { "http" };
         let url = format!("{scheme}://{name}.{namespace}.svc.cluster.local:{port}");
         let host = annotations.text("upstream-vhost").filter(|host| !host.contains('$'));
+        let balance = annotations.entry("upstream-hash-by").and_then(|entry| {
+            let key = entry.node.text().and_then(hash_key);
+            if key.is_none() {
+                entry.note_at(&mut self.gateway, section, Effect::Differs, "servers are chosen by their load");
+            }
+            Some(table([("hash", key?.into())]))
+        });
         let (servers, host_value) = (Value::from(vec![url.as_str()]), host.map(Value::from));
         let known = |upstream: &&Named| {
-            upstream.section.get("servers") == Some(&servers) && upstream.section.get("host") == host_value.as_ref()
+            upstream.section.get("servers") == Some(&servers)
+                && upstream.section.get("host") == host_value.as_ref()
+                && upstream.section.get("balance") == balance.as_ref()
         };
         if let Some(known) = self.gateway.upstreams.iter().find(known) {
             return Some(known.name.clone());
@@ -407,10 +423,12 @@ impl<'d> Importer<'d> {
         if let Some(host) = host {
             upstream.set("host", host);
         }
+        if let Some(balance) = &balance {
+            upstream.set("balance", balance.clone());
+        }
         if scheme == "https" {
-            upstream.comment(
-                "Stricter: the gateway verifies the certificates of these servers; `tls.ca` names their authority.",
-            );
+            let text = "the gateway verifies the certificates of these servers; `tls.ca` names their authority";
+            upstream.comment(self.gateway.placed_note(Effect::Stricter, &backend.position, text));
         }
         let name = unused_name(&table_name(name), &self.gateway.upstreams);
         self.gateway.upstreams.push(Named { name: name.clone(), section: upstream, ..Named::default() });

@@ -291,7 +291,7 @@ impl<'d> Importer<'d> {
         if is_known && !rules.iter().any(|rule| self.is_by_client(rule)) {
             rules.push(self.rule_for_known_clients());
         }
-        self.set_admission(admission, section);
+        self.set_admission(admission, route, section);
         if !rules.is_empty() && (section.get("upstream").is_some() || section.get("respond").is_some()) {
             let place = section.settings.iter().position(|(name, _)| name == "upstream").map_or(0, |place| place + 1);
             section.settings.insert(place, ("rules".to_owned(), rules.into()));
@@ -540,11 +540,12 @@ impl<'d> Importer<'d> {
         admission.clients = Some(clients.map(|name| format!("client:{name}")).collect());
     }
 
-    fn set_admission(&mut self, admission: Admission, section: &mut Section) {
+    fn set_admission(&mut self, admission: Admission, route: &Node, section: &mut Section) {
         let allow = match (admission.networks, admission.clients) {
             (None, None) => return,
             (Some(_), Some(_)) => {
-                section.comment("Stricter: `allow` cannot require a network and a client: the route is closed.");
+                let text = "`allow` cannot require a network and a client: the route is closed";
+                section.comment(self.gateway.placed_note(Effect::Stricter, &route.position, text));
                 Vec::new()
             }
             (Some(list), None) | (None, Some(list)) => list,
@@ -619,10 +620,9 @@ impl<'d> Importer<'d> {
             }
         }
         if server_scheme == "https" && service.bool_of("tls_verify") != Some(true) {
-            upstream.comment(
-                "Stricter: the gateway verifies the certificates of these servers. For servers with certificates of their \
-                 own, name them as `tls.ca`.",
-            );
+            let text = "the gateway verifies the certificates of these servers. For servers with certificates of their own, \
+                        name them as `tls.ca`";
+            upstream.comment(self.gateway.placed_note(Effect::Stricter, &service.position, text));
         }
         if let Some(retries) = service.number_of("retries").filter(|retries| *retries < 2) {
             upstream.set("retries", if retries == 0 { false.into() } else { table([("attempts", retries.into())]) });
@@ -700,7 +700,8 @@ impl<'d> Importer<'d> {
                         continue;
                     };
                     if strips && section.get("upstream").is_some() {
-                        section.comment("Differs: the matched part of the path is not removed.");
+                        let text = format!("`{path}`: the matched part of the path is not removed");
+                        section.comment(self.gateway.placed_note(Effect::Differs, &route.position, text));
                     }
                     if section.restricts() {
                         patterns.extend(further);

@@ -3,6 +3,7 @@
 use std::cmp::Ordering;
 
 use crate::gateway::{Gateway, Route, Section, Value};
+use crate::network::{Network, intersection};
 use crate::path::{Common, common, precedes};
 use crate::source::Effect;
 
@@ -75,7 +76,7 @@ pub fn keep_order(gateway: &mut Gateway, product: &str) {
 impl Route {
     /// What it matches, such as `POST a.example/login`.
     fn shown(&self) -> String {
-        let fields: String = self.headers.iter().map(|(name, _)| format!(" with {name}")).collect();
+        let fields: String = self.headers.iter().chain(&self.query).map(|(name, _)| format!(" with {name}")).collect();
         let methods = self.methods.join(",");
         format!("{methods} {}{}{fields}", self.hosts.join(","), self.path).trim_start().to_owned()
     }
@@ -88,24 +89,21 @@ impl Route {
 
 /// Whether a route refuses requests that another one admits.
 fn restricts_more(one: &Section, other: &Section) -> bool {
-    let is_closed = |section: &Section| match section.get("respond") {
-        Some(Value::Table(respond)) => respond.iter().any(|(_, value)| matches!(value, Value::Number(400..))),
-        _ => false,
-    };
     let lacks_rule = |rules: &Value| match (rules, other.get("rules")) {
         (Value::List(rules), Some(Value::List(known))) => rules.iter().any(|rule| !known.contains(rule)),
         _ => true,
     };
     let differs = |name: &str| one.get(name).is_some_and(|value| other.get(name) != Some(value));
-    !is_closed(other)
-        && (is_closed(one) || one.get("rules").is_some_and(lacks_rule) || differs("allow") || differs("max_body"))
+    !other.is_closed()
+        && (one.is_closed() || one.get("rules").is_some_and(lacks_rule) || differs("allow") || differs("max_body"))
 }
 
 /// The hosts of both for which the gateway takes the other route where both match. Empty: all. `is_before`: in the file.
 fn hosts_of_other(one: &Route, other: &Route, is_before: bool) -> Option<Vec<String>> {
     let any = [String::new()];
     let hosts = |route: &Route| if route.hosts.is_empty() { any.to_vec() } else { route.hosts.clone() };
-    let conditions = |route: &Route| (!route.methods.is_empty(), route.headers.len());
+    let fields = |route: &Route| route.headers.len() + route.query.len();
+    let conditions = |route: &Route| (!route.methods.is_empty(), !route.networks.is_empty(), fields(route));
     let by_path = match (precedes(&one.path, &other.path), precedes(&other.path, &one.path)) {
         (true, _) => Ordering::Greater,
         (_, true) => Ordering::Less,
@@ -138,13 +136,31 @@ fn conditions_of_both(one: &Route, other: &Route) -> Option<Route> {
         (methods, others) => methods.iter().filter(|method| others.contains(method)).cloned().collect(),
     };
     let is_any = one.methods.is_empty() && other.methods.is_empty();
-    let mut headers = one.headers.clone();
-    for header in &other.headers {
-        match headers.iter().find(|(name, _)| *name == header.0) {
-            Some(known) if known != header => return None,
-            Some(_) => {}
-            None => headers.push(header.clone()),
+    let fields_of_both = |one: &[(String, Value)], other: &[(String, Value)]| {
+        let mut fields = one.to_vec();
+        for field in other {
+            match fields.iter().find(|(name, _)| *name == field.0) {
+                Some(known) if known != field => return None,
+                Some(_) => {}
+                None => fields.push(field.clone()),
+            }
         }
+        Some(fields)
+    };
+    let headers = fields_of_both(&one.headers, &other.headers)?;
+    let query = fields_of_both(&one.query, &other.query)?;
+    let networks = networks_of_both(&one.networks, &other.networks)?;
+    (is_any || !methods.is_empty()).then(|| Route { methods, headers, query, networks, ..Route::default() })
+}
+
+/// The addresses that two conditions have in common. Empty conditions match all; `None` if there are none.
+pub fn networks_of_both(one: &[String], other: &[String]) -> Option<Vec<String>> {
+    if one.is_empty() || other.is_empty() {
+        return Some([one, other].concat());
     }
-    (is_any || !methods.is_empty()).then(|| Route { methods, headers, ..Route::default() })
+    let parsed = |list: &[String]| list.iter().filter_map(|network| Network::parse(network)).collect::<Vec<_>>();
+    let (one, other) = (parsed(one), parsed(other));
+    let common: Vec<String> =
+        other.iter().flat_map(|network| intersection(&one, network)).map(|network| network.to_string()).collect();
+    (!common.is_empty()).then_some(common)
 }

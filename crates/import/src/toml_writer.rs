@@ -67,8 +67,13 @@ fn write_route(out: &mut String, route: &Route) {
     if !route.methods.is_empty() {
         section.set("methods", route.methods.clone());
     }
-    if !route.headers.is_empty() {
-        section.set("headers", Value::Table(route.headers.clone()));
+    for (name, fields) in [("headers", &route.headers), ("query", &route.query)] {
+        if !fields.is_empty() {
+            section.set(name, Value::Table(fields.clone()));
+        }
+    }
+    if !route.networks.is_empty() {
+        section.set("networks", route.networks.clone());
     }
     section.settings.extend(route.section.settings.iter().cloned());
     write_section(out, "[[routes]]", &section);

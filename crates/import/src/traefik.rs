@@ -57,6 +57,9 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     for router in served {
         importer.router(router);
     }
+    for entry in documents.iter().filter_map(|document| document.setting("certificatesResolvers")) {
+        entry.note(&mut importer.gateway, Effect::LeftOut, "`acme` of [listen.https] orders certificates");
+    }
     for other in ["tcp", "udp"] {
         for entry in documents.iter().filter_map(|document| document.setting(other)) {
             entry.note(&mut importer.gateway, Effect::LeftOut, "the gateway forwards HTTP only");
@@ -204,6 +207,11 @@ impl<'d> Importer<'d> {
             }
         };
         node.ignore(&["ruleSyntax", "observability"]);
+        let has_networks = alternatives.iter().any(|alternative| !alternative.networks.is_empty());
+        if has_networks && self.gateway.listen.get("trusted_proxies").is_some() {
+            let why = "Traefik compares the address of the peer, the gateway that of the client behind trusted proxies";
+            rule.note_at(&mut self.gateway, &mut section, Effect::Differs, why);
+        }
         // By default, the longest rule is tried first.
         let priority =
             node.text_of("priority").and_then(|priority| priority.parse().ok()).filter(|number| *number != 0);
@@ -217,7 +225,8 @@ impl<'d> Importer<'d> {
             Some(service) => match self.upstream(service) {
                 Some(upstream) => section.set("upstream", upstream),
                 None => {
-                    section.comment(format!("Left out: the service `{service}` cannot be translated."));
+                    let text = format!("the service `{service}` cannot be translated");
+                    section.comment(self.gateway.placed_note(Effect::LeftOut, &node.position, text));
                     section.set("respond", table([("status", 503.into())]));
                 }
             },
@@ -243,7 +252,7 @@ impl<'d> Importer<'d> {
         applied: &Applied,
         rank: &[i64],
     ) {
-        let Alternative { hosts, mut paths, methods, headers, within } = alternative;
+        let Alternative { hosts, mut paths, methods, headers, query, networks, within } = alternative;
         let mut section = section.clone();
         if !section.restricts() {
             for path in paths.extract_if(.., |path| within.contains(path)).filter(|path| path.ends_with('*')) {
@@ -263,7 +272,18 @@ impl<'d> Importer<'d> {
                 applied.set_path(&mut section, &mut path);
             }
             let (hosts, methods, headers) = (hosts.clone(), methods.clone(), headers.clone());
-            let route = Route { hosts, path, methods, headers, rank: rank.to_vec(), section, ..Route::default() };
+            let (query, networks) = (query.clone(), networks.clone());
+            let route = Route {
+                hosts,
+                path,
+                methods,
+                headers,
+                query,
+                networks,
+                rank: rank.to_vec(),
+                section,
+                ..Route::default()
+            };
             self.gateway.add_route(route, &router.node.position);
         }
     }
@@ -324,7 +344,8 @@ impl<'d> Importer<'d> {
                 match ranges.is_empty() || !fits {
                     true => section.close(403),
                     false if section.get("allow").is_some() => {
-                        section.comment("Stricter: two lists of addresses cannot be combined: the route is closed.");
+                        let why = "two lists of addresses cannot be combined: the route is closed";
+                        kind.note_at(&mut self.gateway, section, Effect::Stricter, why);
                         section.close(403);
                     }
                     false => section.set("allow", one_or_list(ranges)),
@@ -444,7 +465,7 @@ impl<'d> Importer<'d> {
             let (effect, why) = match self.gateway.listen.get("trusted_proxies") {
                 None => (
                     Effect::Stricter,
-                    "until `trusted_proxies` of [listen] names the proxies in front, all clients behind them count as one",
+                    "until `trusted_proxies` of [listen] names the proxies in front, with `trusted_hops` for `depth`, all clients behind them count as one",
                 ),
                 Some(_) => (Effect::NotEnforced, "clients count by the address that the gateway finds in another way"),
             };
@@ -461,22 +482,23 @@ impl<'d> Importer<'d> {
         let mut section = Section::default();
         section.comment(format!("Service {name} ({})", service.node.position));
         let balancer = service.node.get("loadBalancer");
-        let mut servers = Vec::new();
-        match (balancer, service.node.get("weighted")) {
-            (Some(balancer), _) => add_servers(&mut servers, balancer, None),
+        let servers = match (balancer, service.node.get("weighted")) {
+            (Some(balancer), _) => weighted_servers(&[(1, balancer)]),
             (None, Some(weighted)) => {
+                let mut parts = Vec::new();
                 for part in weighted.list_of("services") {
                     let weight = part.number_of("weight").unwrap_or(1);
                     let named = part.text_of("name").map(plain)?;
                     let service = self.services.iter().find(|service| service.key == named)?;
-                    add_servers(&mut servers, service.node.get("loadBalancer")?, Some(weight));
+                    parts.push((weight, service.node.get("loadBalancer")?));
                 }
+                weighted_servers(&parts)
             }
             (None, None) => {
                 service.note(&mut self.gateway, Effect::LeftOut, "only `loadBalancer` and `weighted` are translated");
                 return None;
             }
-        }
+        };
         if servers.is_empty() {
             return None;
         }
@@ -574,18 +596,37 @@ impl Applied {
     }
 }
 
-fn add_servers(servers: &mut Vec<Value>, balancer: &Node, weight: Option<u64>) {
-    for server in balancer.list_of("servers") {
-        let Some(url) = server.text_of("url") else { continue };
-        let scheme_end = url.find("://").map_or(0, |at| at + 3);
-        let end = url[scheme_end..].find('/').map_or(url.len(), |at| scheme_end + at);
-        let url = url[..end].replace("h2c://", "http://");
-        match weight.or_else(|| server.number_of("weight")).unwrap_or(1) {
-            0 => {}
-            1 => servers.push(url.into()),
-            weight => servers.push(table([("url", url.into()), ("weight", weight.min(1000).into())])),
+/// The servers of several services, whose weights are those of all of their servers together.
+fn weighted_servers(parts: &[(u64, &Node)]) -> Vec<Value> {
+    let mut servers = Vec::new();
+    for (weight, balancer) in parts {
+        let of_server = |server: &Node| server.number_of("weight").unwrap_or(1).min(1000);
+        let all: u64 = balancer.list_of("servers").iter().map(of_server).sum();
+        for server in balancer.list_of("servers") {
+            let Some(url) = server.text_of("url") else { continue };
+            let scheme_end = url.find("://").map_or(0, |at| at + 3);
+            let end = url[scheme_end..].find('/').map_or(url.len(), |at| scheme_end + at);
+            servers.push((url[..end].replace("h2c://", "http://"), (*weight).min(1000) * of_server(server), all));
         }
     }
+    servers.retain(|(_, weight, _)| *weight > 0);
+    let shares = |factor: u64| servers.iter().map(move |(_, weight, all)| (weight * factor, *all));
+    // The smallest factor with which all weights are whole numbers.
+    let is_whole =
+        |factor: &u64| shares(*factor).all(|(weight, all)| weight.is_multiple_of(all) && weight / all <= 1000);
+    let factor = (1..=1000).find(is_whole);
+    let weights: Vec<u64> = match factor {
+        Some(factor) => shares(factor).map(|(weight, all)| weight / all).collect(),
+        None => {
+            let largest = shares(1000).map(|(weight, all)| weight / all).max().unwrap_or(1).max(1);
+            shares(1000).map(|(weight, all)| (weight / all * 1000 / largest).max(1)).collect()
+        }
+    };
+    let value = |((url, ..), weight): (&(String, u64, u64), u64)| match weight {
+        1 => url.as_str().into(),
+        weight => table([("url", url.as_str().into()), ("weight", weight.into())]),
+    };
+    servers.iter().zip(weights).map(value).collect()
 }
 
 /// A duration of Go, such as `1m30s`, or a number of seconds, in milliseconds.

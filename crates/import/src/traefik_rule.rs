@@ -1,7 +1,9 @@
 //! The rules of Traefik's routers: matchers with `&&`, `||` and parentheses, as alternatives that routes can express.
 
 use crate::gateway::Value;
+use crate::network::Network;
 use crate::path::{covers, literal, of_regex, prefix};
+use crate::route_order::networks_of_both;
 
 /// Most alternatives of one rule.
 const ALTERNATIVES_MAX: usize = 64;
@@ -15,6 +17,8 @@ pub struct Alternative {
     pub paths: Vec<String>,
     pub methods: Vec<String>,
     pub headers: Vec<(String, Value)>,
+    pub query: Vec<(String, Value)>,
+    pub networks: Vec<String>,
     /// Those of `paths` that match how a prefix goes on within a segment.
     pub within: Vec<String>,
 }
@@ -123,6 +127,11 @@ fn matcher(name: &str, arguments: &[&str]) -> Result<Alternative, String> {
             found.within = further;
         }
         ("Header" | "Headers", [field, value]) => found.headers.push((field.to_lowercase(), (*value).into())),
+        ("Query", [parameter, value]) => found.query.push(((*parameter).to_owned(), (*value).into())),
+        ("Query", [parameter]) if !parameter.contains('=') => found.query.push(((*parameter).to_owned(), true.into())),
+        ("ClientIP", _) if arguments.iter().all(|network| Network::parse(network).is_some()) => {
+            found.networks = owned()
+        }
         _ => return Err(format!("routes have no `{name}({})`", arguments.join(", "))),
     }
     Ok(found)
@@ -162,6 +171,8 @@ impl Alternative {
             paths,
             methods: common(&self.methods, &other.methods, "methods")?,
             headers: [self.headers.clone(), other.headers.clone()].concat(),
+            query: [self.query.clone(), other.query.clone()].concat(),
+            networks: networks_of_both(&self.networks, &other.networks).ok_or("two networks at once")?,
             within: [self.within.clone(), other.within.clone()].concat(),
         })
     }
@@ -197,7 +208,9 @@ mod tests {
         assert_eq!(shown("PathPrefix(`/a`) && Path(`/a/b`)"), "|/a/b||0");
         for (rule, why) in [
             ("!Host(`a`)", "routes have no negation"),
-            ("ClientIP(`10.0.0.0/8`)", "routes have no `ClientIP(10.0.0.0/8)`"),
+            ("ClientIP(`10.0.0.0/33`)", "routes have no `ClientIP(10.0.0.0/33)`"),
+            ("ClientIP(`10.0.0.0/8`) && ClientIP(`192.0.2.1`)", "two networks at once"),
+            ("ClientIP(`10.0.0.0/8`) && Query(`v`, `2`) && Query(`debug`)", "|||0"),
             ("Host(`a`) Path(`/`)", "`Path(`/`)` is not understood"),
             ("Host(`a", "a quote is not closed"),
             ("(Host(`a`)", "a parenthesis is not closed"),

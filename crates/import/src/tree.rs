@@ -57,6 +57,7 @@ impl Entry {
 
     /// As [`Entry::note`], with a comment in a section.
     pub fn note_at(&self, gateway: &mut Gateway, section: &mut Section, effect: Effect, why: &str) {
+        let effect = section.effect(effect);
         self.mark(effect);
         section.comment(gateway.placed_note(effect, &self.node.position, format!("`{}`: {why}", self.text())));
     }

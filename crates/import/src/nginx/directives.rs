@@ -38,7 +38,6 @@ const NO_NEED: &[&str] = &[
     "proxy_buffers",
     "proxy_buffer_size",
     "proxy_busy_buffers_size",
-    "proxy_redirect",
     "proxy_socket_keepalive",
     "proxy_ssl_server_name",
     "client_body_buffer_size",
@@ -58,9 +57,6 @@ const NO_NEED: &[&str] = &[
     "resolver_timeout",
     "port_in_redirect",
     "absolute_redirect",
-    "merge_slashes",
-    "underscores_in_headers",
-    "ignore_invalid_headers",
     "open_file_cache",
     "open_file_cache_valid",
     "open_file_cache_min_uses",
@@ -84,7 +80,6 @@ const NO_NEED: &[&str] = &[
     "worker_priority",
     "worker_shutdown_timeout",
     "satisfy",
-    "proxy_pass_request_headers",
 ];
 
 /// Why a directive has no translation, by the beginning of its name.
@@ -114,11 +109,11 @@ const REASONS: &[(&str, &str)] = &[
     ("mirror", "the gateway does not mirror requests"),
     ("split_clients", "the gateway has no variables"),
     ("set", "the gateway has no variables"),
-    ("map", "no limit uses it"),
-    ("geo", "no limit uses it"),
-    ("limit_req_zone", "no location uses it"),
-    ("limit_conn_zone", "no location uses it"),
-    ("upstream", "no location uses it"),
+    ("map", "no limit that is translated uses it"),
+    ("geo", "no limit that is translated uses it"),
+    ("limit_req_zone", "no location that is translated uses it"),
+    ("limit_conn_zone", "no location that is translated uses it"),
+    ("upstream", "no location that is translated uses it"),
     ("include", "the file was not found"),
     ("root", "the gateway serves no files"),
     ("alias", "the gateway serves no files"),
@@ -127,7 +122,12 @@ const REASONS: &[(&str, &str)] = &[
     ("expires", "the gateway serves no files"),
     ("etag", "the gateway serves no files"),
     ("proxy_next_upstream", "the gateway has its own conditions, see `retries` of the upstream"),
-    ("proxy_cookie", "the gateway does not change cookies"),
+    ("proxy_cookie", "`rewrite_location` of a route changes domains and paths of cookies"),
+    ("proxy_redirect", "`rewrite_location` of a route changes `Location`"),
+    ("underscores_in_headers", "fields whose names contain `_` are removed"),
+    ("ignore_invalid_headers", "requests with invalid fields are refused"),
+    ("merge_slashes", "repeated slashes become one"),
+    ("proxy_pass_request_headers", "the fields of requests are forwarded"),
     ("rewrite", "of regular expressions, only those for a whole prefix can be expressed"),
     ("if", "the gateway has no conditions but those of routes"),
     ("slow_start", "see `slow_start` of the upstream"),
@@ -173,7 +173,17 @@ pub fn needs_nothing(directive: &Directive) -> bool {
         // Types of files, which the gateway does not serve.
         "include" => argument.ends_with("mime.types"),
         "worker_processes" => argument == "auto",
-        "access_log" | "gzip" => argument == "off",
+        "access_log"
+        | "gzip"
+        | "auth_basic"
+        | "auth_request"
+        | "auth_jwt"
+        | "ssl_verify_client"
+        | "proxy_redirect"
+        | "proxy_cookie_domain"
+        | "proxy_cookie_path"
+        | "underscores_in_headers" => argument == "off",
+        "merge_slashes" | "ignore_invalid_headers" | "proxy_pass_request_headers" => argument == "on",
         name => NO_NEED.contains(&name),
     }
 }

@@ -81,6 +81,14 @@ fn key_part(variable: &str) -> Option<(String, bool)> {
     })
 }
 
+/// What `balance = { hash = "…" }` has for a variable, such as `$remote_addr`.
+pub fn hash_key(variable: &str) -> Option<String> {
+    let (part, _) = key_part(variable.strip_prefix('$')?)?;
+    let is_possible = ["ip", "path", "host"].contains(&&*part)
+        || ["header:", "cookie:", "query:"].iter().any(|kind| part.starts_with(kind));
+    is_possible.then_some(part)
+}
+
 /// Variables with one value for all requests to a server.
 const CONSTANTS: [&str; 6] = ["server_name", "server_addr", "server_port", "hostname", "server_protocol", "scheme"];
 

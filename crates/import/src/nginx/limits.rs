@@ -218,6 +218,9 @@ impl<'d> Importer<'d> {
             section.set("max_delay", duration_text(max_delay_ms));
             return;
         }
+        if !is_mixed && undelayed(smallest) < rate.burst {
+            self.note_at(section, Effect::Stricter, smallest.directive, "requests are refused instead of delayed");
+        }
         let window = rate.window();
         if let Some(why) = rate.slower(&window) {
             self.note_at(section, Effect::Stricter, smallest.directive, &why);

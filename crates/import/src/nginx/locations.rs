@@ -237,6 +237,7 @@ impl<'d> Importer<'d> {
         let named = self.named_location(server, &scope);
         let handler = named.as_ref().map_or(&scope, |(_, inner)| inner);
         let is_forwarded = self.set_handler(&mut section, block, handler, kind);
+        self.set_access(&mut section, &scope);
         let mut rules = self.rules_of(&scope, &server.label(), &mut section);
         if let Some((named_block, inner)) = &named {
             for rule in self.rules_of(inner, &server.label(), &mut section) {
@@ -246,7 +247,6 @@ impl<'d> Importer<'d> {
             }
             named_block.mark(Fate::Translated);
         }
-        self.set_access(&mut section, &scope);
         let is_closed = section.get("respond").is_some();
         let name = server.names.first().map(String::as_str);
         if !is_closed {
@@ -383,9 +383,10 @@ impl<'d> Importer<'d> {
                 return false;
             };
             pass.mark(Fate::Translated);
-            let upstream = self.upstream(&target, scope, section);
+            let upstream = self.upstream(&target, pass, scope, section);
             section.set("upstream", upstream);
             self.set_path(section, block, scope, &target, kind);
+            self.set_locations(section, pass, scope);
             return true;
         }
         let other = OTHER_HANDLERS.iter().find_map(|name| scope.own(name));
@@ -402,6 +403,26 @@ impl<'d> Importer<'d> {
         });
         section.set("respond", table([("status", 404.into())]));
         false
+    }
+
+    /// `proxy_redirect`, by default of absolute URLs of the server, and changes of cookies.
+    fn set_locations(&mut self, section: &mut Section, pass: &'d Directive, scope: &Scope<'d>) {
+        let changes = scope.all(&["proxy_redirect", "proxy_cookie_domain", "proxy_cookie_path"]);
+        changes.iter().for_each(|change| change.mark(Fate::Translated));
+        let is_explicit = changes.iter().any(|change| !["off", "default"].contains(&change.argument()));
+        let is_off = changes.iter().any(|change| change.name == "proxy_redirect" && change.argument() == "off");
+        let upstream =
+            self.gateway.upstreams.iter().find(|known| section.get("upstream") == Some(&known.name.as_str().into()));
+        let sends_host = upstream.is_none_or(|upstream| upstream.section.get("host").is_none());
+        if is_explicit {
+            section.set("rewrite_location", true);
+        } else if !is_off && !sends_host && pass.name == "proxy_pass" {
+            match ["strip_prefix", "replace_prefix", "rewrite"].iter().any(|change| section.get(change).is_some()) {
+                // As the server sees them, and nginx does not change.
+                true => self.note_once(Effect::Differs, pass, "the host in `Location` is not replaced, because `rewrite_location` of the route would change paths, too"),
+                false => section.set("rewrite_location", true),
+            }
+        }
     }
 
     /// The path that is sent to the server.
@@ -517,6 +538,10 @@ impl<'d> Importer<'d> {
         for directive in scope.all(&["allow", "deny"]) {
             let networks = match directive.argument() {
                 "all" => Network::ALL.to_vec(),
+                "unix:" if directive.name == "allow" => {
+                    self.note_at(section, Effect::Stricter, directive, "callers of Unix sockets are in no list");
+                    continue;
+                }
                 "unix:" => continue,
                 text => match Network::parse(text) {
                     Some(network) => vec![network],

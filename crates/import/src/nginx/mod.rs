@@ -4,7 +4,7 @@
 //! addresses, `locations` makes routes. Unread directives are noted as left out in the end.
 
 mod directives;
-mod keys;
+pub mod keys;
 mod limits;
 mod locations;
 mod servers;
@@ -113,6 +113,7 @@ impl<'d> Importer<'d> {
 
     /// As [`Importer::note`], with a comment in a section.
     fn note_at(&mut self, section: &mut Section, effect: Effect, directive: &Directive, why: &str) {
+        let effect = section.effect(effect);
         let text = format!("`{}`: {why}", directive.text());
         if effect <= Effect::LeftOut {
             directive.mark(Fate::LeftOut);
@@ -253,6 +254,7 @@ fn note_unread_at(block: &[Directive], gateway: &mut Gateway, section: &mut Sect
         }
         directive.mark(Fate::LeftOut);
         let effect = if directives::limits_access(&directive.name) { Effect::NotEnforced } else { Effect::LeftOut };
+        let effect = section.effect(effect);
         let text = format!("`{}`: {}", directive.text(), directives::reason(&directive.name));
         section.comment(gateway.placed_note(effect, &directive.position, text));
     }

@@ -47,10 +47,10 @@ impl Server<'_> {
     }
 }
 
-/// An address with its port, as the gateway has it; `None` for others, such as Unix sockets.
+/// An address with its port, or the path of a Unix socket, as the gateway has it; `None` for others.
 fn address(text: &str) -> Option<String> {
     if text.starts_with("unix:") {
-        return None;
+        return Some(text.to_owned());
     }
     if text.bytes().all(|byte| byte.is_ascii_digit()) {
         return Some(format!("0.0.0.0:{text}"));
@@ -166,7 +166,14 @@ impl<'d> Importer<'d> {
             }
         }
         match is_tls && loopback {
-            true => self.gateway.listen.set("http", LOOPBACK),
+            true => {
+                for directive in servers.iter().flat_map(|server| &server.listens).filter_map(|listen| listen.directive)
+                {
+                    let why = format!("without the certificates, the gateway listens on {LOOPBACK}");
+                    self.note(Effect::LeftOut, directive, &why);
+                }
+                self.gateway.listen.set("http", LOOPBACK);
+            }
             false => self.add_addresses(&servers, is_tls),
         }
         // All servers have both kinds of addresses.

@@ -201,6 +201,9 @@ impl Tokenizer<'_> {
     }
 }
 
+/// Blocks that may stand behind a directive whose `;` is missing.
+const BLOCKS: [&str; 7] = ["http", "server", "location", "upstream", "if", "map", "geo"];
+
 /// Reads files and what they include.
 pub struct Reader<'f> {
     files: &'f Files<'f>,
@@ -253,6 +256,13 @@ impl Reader<'_> {
                 }
                 Token::Sign('}') => {
                     let message = format!("`{}` does not end with `;`", words.join(" "));
+                    return Err(ImportError::at(&start, message, "write a `;` behind it"));
+                }
+                Token::Sign('{')
+                    if !BLOCKS.contains(&words[0].as_str())
+                        && words.iter().any(|word| BLOCKS.contains(&word.as_str())) =>
+                {
+                    let message = format!("`{}` does not end with `;`", words[0]);
                     return Err(ImportError::at(&start, message, "write a `;` behind it"));
                 }
                 Token::Sign(sign) => {
@@ -394,6 +404,7 @@ mod tests {
         assert_eq!(message("a;\nb {\n c"), "nginx.conf:3: `c` does not end with `;`");
         assert_eq!(message("a;\nb {\n c;"), "nginx.conf:2: this block is not closed");
         assert_eq!(message("a;\n}"), "nginx.conf:2: `}` without a `{`");
+        assert_eq!(message("server { listen 80 location / {} }"), "nginx.conf:1: `listen` does not end with `;`");
         assert_eq!(message("\n'x"), "nginx.conf:2: the quote ' is not closed");
         assert_eq!(message(&"a {".repeat(100)), "nginx.conf:1: too many nested blocks");
     }

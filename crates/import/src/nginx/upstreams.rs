@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::keys::hash_key;
 use super::syntax::{Directive, Fate};
 use super::{Importer, Scope, duration, heading, template};
 use crate::gateway::{Named, Section, Value, table, table_name, unused_name};
@@ -50,7 +51,13 @@ impl<'d> Upstreams<'d> {
 
 impl<'d> Importer<'d> {
     /// The name of the upstream of a location.
-    pub(super) fn upstream(&mut self, target: &Target, scope: &Scope<'d>, section: &mut Section) -> String {
+    pub(super) fn upstream(
+        &mut self,
+        target: &Target,
+        pass: &'d Directive,
+        scope: &Scope<'d>,
+        section: &mut Section,
+    ) -> String {
         let host = self.host_field(target, scope, section);
         let id = (format!("{}://{}", target.scheme, target.authority), host.clone());
         if let Some(name) = self.upstreams.made.get(&id) {
@@ -78,7 +85,7 @@ impl<'d> Importer<'d> {
         if host != "keep" {
             upstream.set("host", host.as_str());
         }
-        self.set_tls(&mut upstream, target, scope, host.as_str());
+        self.set_tls(&mut upstream, target, scope, host.as_str(), pass);
         self.upstreams.made.insert(id, name.clone());
         self.gateway.upstreams.push(Named { name: name.clone(), section: upstream, ..Named::default() });
         name
@@ -144,6 +151,30 @@ impl<'d> Importer<'d> {
         if count > 1 && failures.windows(2).all(|pair| pair[0] == pair[1]) {
             set_ejection(section, failures[0]);
         }
+        let servers_of_block = block.children().iter().filter(|child| child.name == "server" && !child.has("down"));
+        for (options, effect) in [
+            (&["max_conns"][..], Effect::Stricter),
+            (&["max_fails", "fail_timeout"], Effect::Differs),
+            (&["slow_start"], Effect::Differs),
+        ] {
+            let values =
+                |server: &Directive| options.iter().map(|name| server.option(name).map(str::to_owned)).collect();
+            let all: Vec<(&'d Directive, Vec<Option<String>>)> =
+                servers_of_block.clone().map(|server| (server, values(server))).collect();
+            let is_other = |(_, values): &&(_, Vec<Option<String>>)| *values != all[0].1;
+            if let Some((server, _)) = all.iter().find(is_other) {
+                let why = match effect {
+                    Effect::Stricter => "all servers have the smallest limit",
+                    _ if options == ["slow_start"] => "all servers have the same time",
+                    _ => "all servers have the default ejection, because they differ",
+                };
+                self.note_at(section, effect, server, &format!("{}: {why}", options.join(", ")));
+            }
+        }
+        let slow_start = servers_of_block.filter_map(|server| server.option("slow_start").and_then(duration)).max();
+        if let Some(ms) = slow_start.filter(|ms| *ms > 0 && count > 1) {
+            section.set("slow_start", duration_text(ms.min(86_400_000)));
+        }
     }
 
     fn set_balance(&mut self, section: &mut Section, block: &'d Directive, servers: usize) {
@@ -155,15 +186,9 @@ impl<'d> Importer<'d> {
             return;
         };
         let hash = match (method.name.as_str(), method.argument()) {
-            ("ip_hash", _) | ("hash", "$remote_addr" | "$binary_remote_addr") => "ip".to_owned(),
-            ("hash", "$request_uri" | "$uri") => "path".to_owned(),
-            ("hash", "$host" | "$http_host") => "host".to_owned(),
-            ("hash", key) => match [("$cookie_", "cookie"), ("$arg_", "query"), ("$http_", "header")]
-                .iter()
-                .find_map(|(prefix, kind)| Some((kind, key.strip_prefix(prefix)?)))
-            {
-                Some((&"header", name)) => format!("header:{}", name.replace('_', "-")),
-                Some((kind, name)) => format!("{kind}:{name}"),
+            ("ip_hash", _) => "ip".to_owned(),
+            ("hash", key) => match hash_key(key) {
+                Some(part) => part,
                 None => return self.note_at(section, Effect::Differs, method, "servers are chosen by their load"),
             },
             // The default of the gateway.
@@ -173,7 +198,7 @@ impl<'d> Importer<'d> {
         section.set("balance", table([("hash", hash.into())]));
     }
 
-    fn set_tls(&mut self, section: &mut Section, target: &Target, scope: &Scope<'d>, host: &str) {
+    fn set_tls(&mut self, section: &mut Section, target: &Target, scope: &Scope<'d>, host: &str, pass: &'d Directive) {
         if !matches!(target.scheme, "https" | "grpcs") {
             return;
         }
@@ -211,7 +236,7 @@ impl<'d> Importer<'d> {
                            certificates of their own, name them as `tls.ca`";
                 match verify {
                     Some(verify) => self.note_at(section, Effect::Stricter, verify, why),
-                    None => section.comment(format!("Stricter: {why}.")),
+                    None => self.note_at(section, Effect::Stricter, pass, why),
                 }
             }
         }
