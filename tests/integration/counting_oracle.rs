@@ -29,7 +29,7 @@ use crate::support::process::Process;
 use crate::support::ratelimit_parser::{self, items};
 use crate::support::redis::RedisServer;
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{DEADLINE, eventually, seeded_rng};
+use crate::support::{DEADLINE, eventually, holds_within, seeded_rng};
 
 /// Keys of requests: values of a field, and addresses.
 const FIELDS: [&str; 4] = ["k0", "k1", "k2", "k3"];
@@ -784,7 +784,9 @@ impl Alone<'_> {
         let (before, mut client) = (self.number_of("delayed"), self.gateway.client());
         client.send(bytes_of(&request, None));
         self.history.add(format!("{} {request:?} waits until {until}", self.now));
-        eventually("the request waits", || self.number_of("delayed") > before);
+        if !holds_within(DEADLINE, || self.number_of("delayed") > before) {
+            self.history.fail("expected the request to wait");
+        }
         let begun = self.model.begin(&request, self.now, true);
         self.open.push(Open { client, request, begun, stage: Stage::WaitsUntil(until) });
     }

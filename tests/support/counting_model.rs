@@ -365,8 +365,10 @@ impl Model {
     /// Until when a request that a rule would refuse waits for it; `None`: it is refused.
     fn delayed_until(&self, applied: &Applied, now: Ms) -> Option<Ms> {
         let max_delay_ms = applied.rule.max_delay_ms?;
-        let waits_ms = self.full_layers(applied, now).into_iter().map(|layer| self.wait_ms(applied, layer, now));
-        let longest_ms = waits_ms.max().expect("a full layer")?;
+        let full = self.full_layers(applied, now).into_iter();
+        // A cost above a limit never fits.
+        let waits_ms: Vec<Ms> = full.map(|layer| self.wait_ms(applied, layer, now)).collect::<Option<_>>()?;
+        let longest_ms = waits_ms.into_iter().max().expect("a full layer");
         (longest_ms <= max_delay_ms).then_some(now + longest_ms)
     }
 

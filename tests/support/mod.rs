@@ -89,12 +89,20 @@ pub fn eventually(what: &str, holds: impl FnMut() -> bool) {
 
 /// Likewise with another deadline.
 #[track_caller]
-pub fn eventually_within(deadline: Duration, what: &str, mut holds: impl FnMut() -> bool) {
+pub fn eventually_within(deadline: Duration, what: &str, holds: impl FnMut() -> bool) {
+    assert!(holds_within(deadline, holds), "not within {deadline:?}: {what}");
+}
+
+/// Waits until something holds; false if it does not within the deadline.
+pub fn holds_within(deadline: Duration, mut holds: impl FnMut() -> bool) -> bool {
     let (start, mut pauses) = (Instant::now(), pauses());
     while !holds() {
-        assert!(start.elapsed() < deadline, "not within {deadline:?}: {what}");
+        if start.elapsed() >= deadline {
+            return false;
+        }
         thread::sleep(pauses.next().unwrap());
     }
+    true
 }
 
 /// Waits until a value, such as a metric that is updated after the response, equals the expected one. Fails with the last
