@@ -838,7 +838,8 @@ impl Gateway {
             None => {
                 let (sender, receiver) = watch::channel(sources.clone());
                 let (known, registry) = (Arc::clone(&self.known_services), Arc::clone(&self.registry));
-                let run = move || service_records::run(receiver, known, registry);
+                let clock = self.clock.clone();
+                let run = move || service_records::run(receiver, known, registry, clock);
                 self.services = Some(ServicesThread { sources: sender, thread: spawn("services".to_owned(), run)? });
             }
             Some(running) => drop(running.sources.send_replace(sources.clone())),

@@ -1,6 +1,8 @@
 //! DNS messages (RFC 1035), as far as the gateway needs them: queries for addresses and service records (RFC 2782), with
 //! the length of responses that are received (EDNS, RFC 6891), and the answers to them. No I/O.
 
+use std::collections::HashMap;
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 /// Of a message, in bytes.
@@ -30,6 +32,11 @@ const ADDITIONAL: std::ops::Range<usize> = 10..12;
 /// The server does not understand the query: perhaps it does not know OPT.
 pub const FORMAT_ERROR: u16 = 1;
 
+/// The type of a record that gives another name for its owner (CNAME).
+const CANONICAL_NAME: u16 = 5;
+/// Labels, and pointers to labels, of a name: each label has at least two bytes.
+const PARTS_MAX: usize = NAME_MAX / 2;
+
 /// The types of records that are asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RecordType {
@@ -51,8 +58,55 @@ pub struct ServiceRecord {
     pub priority: u16,
     pub weight: u16,
     pub port: u16,
-    /// Host name, without the last dot; empty if the service is not available.
-    pub target: String,
+    /// Of a host; the root if the service is not available.
+    pub target: Name,
+}
+
+/// A name in lower case: its labels, each after its length, without the empty label of the root. The bytes of a label are
+/// arbitrary: they may be dots, blanks and control characters.
+#[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Name(Vec<u8>);
+
+impl Name {
+    pub fn is_root(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn labels(&self) -> impl Iterator<Item = &[u8]> {
+        let mut rest = self.0.as_slice();
+        std::iter::from_fn(move || {
+            let (length, labels) = rest.split_first()?;
+            let (label, others) = labels.split_at_checked(usize::from(*length))?;
+            rest = others;
+            Some(label)
+        })
+    }
+
+    /// As text without the last dot. `None`: it is not the name of a host, whose labels consist of letters, digits, `-` and `_`.
+    pub fn to_host(&self) -> Option<String> {
+        let is_in_host = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_".contains(byte);
+        let is_host = !self.is_root() && self.labels().all(|label| label.iter().all(is_in_host));
+        is_host.then(|| self.to_string())
+    }
+}
+
+/// As in a zone file (RFC 1035, section 5.1), without the last dot: what a label of a host cannot have is escaped.
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (number, label) in self.labels().enumerate() {
+            if number > 0 {
+                f.write_str(".")?;
+            }
+            for byte in label {
+                match byte {
+                    b'.' | b'\\' | b'`' | b'"' => write!(f, "\\{}", char::from(*byte))?,
+                    byte if byte.is_ascii_graphic() => write!(f, "{}", char::from(*byte))?,
+                    byte => write!(f, "\\{byte:03}")?,
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A response to a query.
@@ -62,7 +116,8 @@ pub struct Response {
     pub code: u16,
     /// The response has no room for all records, which TCP has.
     pub is_truncated: bool,
-    /// The records of the type that was asked for, each with its time to live in seconds.
+    /// The records of the type and the name that were asked for, each with its time to live in seconds. Names that the answers
+    /// give instead of that name (CNAME) are followed, and their times to live count too.
     pub records: Vec<(Record, u32)>,
 }
 
@@ -119,17 +174,45 @@ pub fn parse_response(message: &[u8], query: &[u8]) -> Option<Response> {
         return None;
     }
     let record_type = question.last_chunk::<4>().map(|[high, low, ..]| u16::from_be_bytes([*high, *low]))?;
+    reader.at = HEADER_LENGTH;
+    let mut asked = vec![(reader.read_name()?, u32::MAX)];
     reader.at = HEADER_LENGTH + question.len();
-    let mut records = Vec::new();
+    let (mut records, mut other_names) = (Vec::new(), HashMap::new());
     for _ in 0..answers {
         match reader.read_record(record_type) {
-            Some(record) => records.extend(record),
+            Some(Answer { owner, ttl_s, data: Data::Record(record) }) => records.push((owner, record, ttl_s)),
+            Some(Answer { owner, ttl_s, data: Data::OtherName(name) }) => {
+                drop(other_names.insert(owner, (name, ttl_s)))
+            }
+            Some(Answer { data: Data::Unused, .. }) => {}
             // A truncated message may end within a record.
             None if flags & FLAG_TRUNCATED != 0 => break,
             None => return None,
         }
     }
+    // Each is followed once, so the loop ends.
+    while let Some((name, ttl_s)) = asked.last().and_then(|(name, _)| other_names.remove(name)) {
+        let shortest_s = asked.last().map_or(ttl_s, |(_, before_s)| ttl_s.min(*before_s));
+        asked.push((name, shortest_s));
+    }
+    let asked: HashMap<Name, u32> = asked.into_iter().collect();
+    // Records of other names are not the answer.
+    let answer = |(owner, record, ttl_s): (Name, Record, u32)| Some((record, ttl_s.min(*asked.get(&owner)?)));
+    let records = records.into_iter().filter_map(answer).collect();
     Some(Response { code: flags & CODE_MASK, is_truncated: flags & FLAG_TRUNCATED != 0, records })
+}
+
+/// A record of an answer.
+struct Answer {
+    owner: Name,
+    ttl_s: u32,
+    data: Data,
+}
+
+enum Data {
+    Record(Record),
+    OtherName(Name),
+    Unused,
 }
 
 struct Reader<'m> {
@@ -148,64 +231,66 @@ impl Reader<'_> {
         self.read().map(u16::from_be_bytes)
     }
 
-    /// A name in lower case, without the last dot.
-    fn read_name(&mut self) -> Option<String> {
-        let (mut name, mut at, mut end) = (String::new(), self.at, None);
-        loop {
+    /// Reads a name. Each pointer must lead to before the part of the name that it ends, so a name is read without loops; its length
+    /// and the number of its parts are bounded.
+    fn read_name(&mut self) -> Option<Name> {
+        let (mut name, mut at, mut part_begin, mut end) = (Vec::new(), self.at, self.at, None);
+        for _ in 0..=2 * PARTS_MAX {
             let length = *self.message.get(at)?;
             match length & POINTER {
                 0 if length == 0 => {
                     self.at = end.unwrap_or(at + 1);
-                    return Some(name);
+                    return Some(Name(name));
                 }
                 0 => {
-                    let label = self.message.get(at + 1..at + 1 + usize::from(length))?;
-                    let label = std::str::from_utf8(label).ok().filter(|label| !label.contains('.'))?;
-                    if !name.is_empty() {
-                        name.push('.');
+                    let label = self.message.get(at..at + 1 + usize::from(length))?;
+                    // With the empty label of the root.
+                    if name.len() + label.len() + 1 > NAME_MAX {
+                        return None;
                     }
-                    name.push_str(&label.to_ascii_lowercase());
-                    at += 1 + usize::from(length);
+                    // A length is less than 64, and no letter.
+                    name.extend(label.iter().map(u8::to_ascii_lowercase));
+                    at += label.len();
                 }
                 POINTER => {
                     let low = *self.message.get(at + 1)?;
                     let target = usize::from(u16::from_be_bytes([length & !POINTER, low]));
                     end = end.or(Some(at + 2));
-                    // Only backwards, so the loop ends.
-                    at = Some(target).filter(|target| *target < at)?;
+                    at = Some(target).filter(|target| *target < part_begin)?;
+                    part_begin = at;
                 }
                 _ => return None,
             }
-            if name.len() > NAME_MAX {
-                return None;
-            }
         }
+        None
     }
 
-    /// A record, with its time to live, if it has this type.
-    fn read_record(&mut self, record_type: u16) -> Option<Option<(Record, u32)>> {
-        self.read_name()?;
+    /// A record, with its data if it has this type, or is another name.
+    fn read_record(&mut self, record_type: u16) -> Option<Answer> {
+        let owner = self.read_name()?;
         let (found_type, class) = (self.read_u16()?, self.read_u16()?);
         let ttl_s = u32::from_be_bytes(self.read()?);
+        // A time to live with the highest bit set is 0 (RFC 2181, section 8).
+        let ttl_s = if ttl_s > u32::MAX / 2 { 0 } else { ttl_s };
         let end = usize::from(self.read_u16()?) + self.at;
         // A name in the data may continue in earlier parts of the message, but not in later ones.
         let mut data = Reader { message: self.message.get(..end)?, at: self.at };
         self.at = end;
-        if (found_type, class) != (record_type, CLASS_IN) {
-            return Some(None);
-        }
-        let record = match found_type {
-            1 => Record::Address(Ipv4Addr::from(data.read::<4>()?).into()),
-            28 => Record::Address(Ipv6Addr::from(data.read::<16>()?).into()),
-            _ => Record::Service(ServiceRecord {
+        let read = match found_type {
+            _ if class != CLASS_IN => Data::Unused,
+            CANONICAL_NAME => Data::OtherName(data.read_name()?),
+            _ if found_type != record_type => Data::Unused,
+            1 => Data::Record(Record::Address(Ipv4Addr::from(data.read::<4>()?).into())),
+            28 => Data::Record(Record::Address(Ipv6Addr::from(data.read::<16>()?).into())),
+            _ => Data::Record(Record::Service(ServiceRecord {
                 priority: data.read_u16()?,
                 weight: data.read_u16()?,
                 port: data.read_u16()?,
                 target: data.read_name()?,
-            }),
+            })),
         };
-        // A time to live with the highest bit set is 0 (RFC 2181, section 8).
-        Some((data.at == end).then_some((record, if ttl_s > u32::MAX / 2 { 0 } else { ttl_s })))
+        let is_complete = data.at == end || matches!(read, Data::Unused);
+        is_complete.then_some(Answer { owner, ttl_s, data: read })
     }
 }
 
@@ -214,6 +299,14 @@ mod tests {
     use super::*;
 
     const NAME: &str = "_api._tcp.example.internal";
+
+    impl Name {
+        /// The name with these labels.
+        pub fn of(text: &str) -> Name {
+            let label = |label: &str| [&[u8::try_from(label.len()).unwrap()], label.as_bytes()].concat();
+            Name(text.split('.').filter(|text| !text.is_empty()).flat_map(label).collect())
+        }
+    }
 
     /// A response with these answers, each with the name of the question.
     fn response(query: &[u8], flags: u16, answers: &[(u16, &[u8])]) -> Vec<u8> {
@@ -240,7 +333,7 @@ mod tests {
         let answers = [(5, &[POINTER, 12][..]), (33, &data), (33, &[0, 20, 0, 0, 0, 80, 0])];
         let read = parse_response(&response(&asked, 0, &answers), &asked).unwrap();
         let record = |priority, weight, port, target: &str| {
-            (Record::Service(ServiceRecord { priority, weight, port, target: target.to_owned() }), 30)
+            (Record::Service(ServiceRecord { priority, weight, port, target: Name::of(target) }), 30)
         };
         assert_eq!(read.records, [record(10, 3, 8080, "a1.example.internal"), record(20, 0, 80, "")]);
         assert_eq!((read.code, read.is_truncated), (0, false));
@@ -281,5 +374,95 @@ mod tests {
         for name in ["", ".", "a..b", &"a".repeat(64), &"abcdefg.".repeat(32)] {
             assert_eq!(query(1, name, RecordType::A), None, "{name}");
         }
+    }
+
+    /// An answer with its owner and its data, as they are in the message.
+    fn with_answers(query: &[u8], answers: &[(&[u8], u16, u32, &[u8])]) -> Vec<u8> {
+        let mut message = response(query, 0, &[]);
+        message[6..8].copy_from_slice(&(answers.len() as u16).to_be_bytes());
+        for (owner, record_type, ttl_s, data) in answers {
+            message.extend(*owner);
+            message.extend(record_type.to_be_bytes());
+            message.extend(CLASS_IN.to_be_bytes());
+            message.extend(ttl_s.to_be_bytes());
+            message.extend((data.len() as u16).to_be_bytes());
+            message.extend(*data);
+        }
+        message
+    }
+
+    fn wire(name: &str) -> Vec<u8> {
+        [Name::of(name).0, vec![0]].concat()
+    }
+
+    #[test]
+    fn only_records_of_the_name_in_question_and_its_other_names_are_read() {
+        let asked = query(7, "Api.test", RecordType::A).unwrap();
+        let addresses = |answers: &[(&str, u16, u32, &[u8])]| -> Vec<(String, u32)> {
+            let owners: Vec<Vec<u8>> = answers.iter().map(|(owner, ..)| wire(owner)).collect();
+            let answers: Vec<_> = answers
+                .iter()
+                .zip(&owners)
+                .map(|((_, kind, ttl_s, data), owner)| (&**owner, *kind, *ttl_s, *data))
+                .collect();
+            let read = parse_response(&with_answers(&asked, &answers), &asked).unwrap();
+            let address = |(record, ttl_s): &(Record, u32)| match record {
+                Record::Address(address) => (address.to_string(), *ttl_s),
+                Record::Service(_) => panic!("not asked for"),
+            };
+            read.records.iter().map(address).collect()
+        };
+        let (b, c) = (wire("b.test"), wire("c.test"));
+        let found = |address: &str, ttl_s| (address.to_owned(), ttl_s);
+        // The address of another name, of which nothing was said.
+        assert_eq!(
+            addresses(&[("b.test", 1, 9, &[10, 0, 0, 1]), ("API.test", 1, 8, &[10, 0, 0, 2])]),
+            [found("10.0.0.2", 8)]
+        );
+        // Over two other names, in any order; the shortest time to live applies.
+        let chain = [
+            ("c.test", 1, 30, &[10, 0, 0, 1][..]),
+            ("b.test", CANONICAL_NAME, 5, &c),
+            ("d.test", 1, 30, &[10, 0, 0, 2]),
+            ("api.test", CANONICAL_NAME, 60, &b),
+        ];
+        assert_eq!(addresses(&chain), [found("10.0.0.1", 5)]);
+        assert!(addresses(&chain[..3]).is_empty(), "nothing leads to the names");
+        // A loop ends.
+        let a = wire("api.test");
+        let looped = [
+            ("api.test", CANONICAL_NAME, 60, &*b),
+            ("b.test", CANONICAL_NAME, 60, &a),
+            ("c.test", 1, 9, &[10, 0, 0, 1]),
+        ];
+        assert!(addresses(&looped).is_empty());
+        // Of another name, a label that is not text does not make the others useless.
+        let other = [&[2, 0xff, b'.'][..], &b].concat();
+        let answers = [(&*other, 1, 9, &[10, 0, 0, 1][..]), (&*a, 1, 9, &[10, 0, 0, 2])];
+        assert_eq!(parse_response(&with_answers(&asked, &answers), &asked).unwrap().records.len(), 1);
+    }
+
+    #[test]
+    fn names_are_bounded() {
+        let read = |message: &[u8], at: usize| {
+            let mut reader = Reader { message, at };
+            reader.read_name().map(|name| (name, reader.at))
+        };
+        // The longest name has 255 bytes with the label of the root.
+        let longest = [vec![[1, b'a']; 127].concat(), vec![0]].concat();
+        assert_eq!(read(&longest, 0).unwrap().1, NAME_MAX);
+        assert_eq!(read(&[&[1, b'b'], &*longest].concat(), 0), None);
+        // A pointer into its own name: `a.a.a…`; and one that skips a label.
+        assert_eq!(read(&[1, b'a', POINTER, 0], 0), None);
+        assert_eq!(read(&[1, b'b', 0, 1, b'a', POINTER, 0], 3), Some((Name::of("a.b"), 7)));
+        // Pointers to pointers are few.
+        let pointers: Vec<u8> =
+            [vec![0, 0], (0..1000).flat_map(|at: u16| (0xc000 | (2 * at)).to_be_bytes()).collect()].concat();
+        assert_eq!(read(&pointers, 10), Some((Name::default(), 12)));
+        assert_eq!(read(&pointers, 1000), None);
+        // A label that has a dot is no part of a host, and is not taken for two.
+        let (dotted, _) = read(&[3, b'a', b'.', b'B', 1, b'c', 0], 0).unwrap();
+        assert_eq!((dotted.to_host(), dotted.to_string().as_str()), (None, r"a\.b.c"));
+        assert_ne!(dotted, Name::of("a.b.c"));
     }
 }

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, watch};
 use tokio::task::{JoinHandle, spawn_local};
@@ -19,6 +19,7 @@ use super::server_health::ListedServers;
 use transom_config::ServerId;
 use transom_config::upstream::{Server, ServiceSource};
 use transom_limiter::handles::IdVec;
+use transom_runtime::clock::Clock;
 use transom_runtime::metrics::Registry;
 use transom_runtime::metrics::upstream::ServiceMetrics;
 
@@ -29,6 +30,10 @@ const TTL_MIN: Duration = LOOK_UP_PAUSE;
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// Servers of one record that are used; each has series in the metrics.
 const SERVERS_MAX: usize = 1000;
+/// Messages about one record that may be logged at once, and the time after which one more may be: a record that changes with
+/// each look-up does not flood the log.
+const MESSAGES_MAX: u32 = 4;
+const MESSAGE_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The servers that service records list, for the main thread.
 #[derive(Default)]
@@ -46,7 +51,70 @@ struct ServiceState {
     /// Requests a look-up before the time to live ends.
     look_up: Arc<Notify>,
     was_looked_up: bool,
+    log: ServiceLog,
+}
+
+/// What the log says about a record. Messages that have to wait are logged later if they still apply.
+#[derive(Default)]
+struct ServiceLog {
     is_failing: bool,
+    /// Why servers of the record are not used.
+    refused: Option<String>,
+    /// Changes of the servers since the last message about them.
+    changes: u64,
+    /// Of messages, up to `MESSAGES_MAX`.
+    spent: u32,
+    /// When the last one was restored.
+    restored_at: Option<Instant>,
+}
+
+impl ServiceLog {
+    /// Whether one more message may be logged.
+    fn allow(&mut self, now: Instant) -> bool {
+        let since = *self.restored_at.get_or_insert(now);
+        let restored = now.saturating_duration_since(since).as_secs() / MESSAGE_INTERVAL.as_secs();
+        let restored = u32::try_from(restored).unwrap_or(u32::MAX);
+        self.spent = self.spent.saturating_sub(restored);
+        self.restored_at = Some(if self.spent == 0 { now } else { since + MESSAGE_INTERVAL * restored });
+        let is_allowed = self.spent < MESSAGES_MAX;
+        self.spent += u32::from(is_allowed);
+        is_allowed
+    }
+
+    fn failed(&mut self, service: &str, kept: usize, error: &LookUpError, now: Instant) {
+        if !self.is_failing && self.allow(now) {
+            self.is_failing = true;
+            tracing::warn!(
+                service,
+                kept,
+                "the service record cannot be looked up, the last servers stay in use: {error}"
+            );
+        }
+    }
+
+    fn found(&mut self, service: &str, listed: &Listed, now: Instant) {
+        if self.is_failing && self.allow(now) {
+            self.is_failing = false;
+            tracing::info!(service, "the service record is found again");
+        }
+        if self.changes > 0 && self.allow(now) {
+            let (changes, servers) = (std::mem::take(&mut self.changes), listed.servers.len());
+            tracing::info!(service, servers, changes, "the servers of the service have changed");
+        }
+        if self.refused != listed.refused && self.allow(now) {
+            if let Some(refused) = &listed.refused {
+                tracing::warn!(service, "{refused}");
+            }
+            self.refused.clone_from(&listed.refused);
+        }
+    }
+}
+
+/// What a record lists.
+struct Listed {
+    servers: IdVec<ServerId, Server>,
+    /// Why not all servers are used.
+    refused: Option<String>,
 }
 
 impl KnownServices {
@@ -72,35 +140,22 @@ impl KnownServices {
         drop(self.looked_up.wait_timeout_while(self.lock(), limit, is_waiting));
     }
 
-    fn update(&self, source: &ServiceSource, found: Result<Found, LookUpError>) {
+    fn update(&self, source: &ServiceSource, found: Result<Found, LookUpError>, now: Instant) {
         let mut states = self.lock();
         let Some(state) = states.get_mut(source) else { return };
         let is_first = !std::mem::replace(&mut state.was_looked_up, true);
-        let service = &*source.name;
         match found {
             Ok(found) => {
-                if std::mem::replace(&mut state.is_failing, false) {
-                    tracing::info!(service, "the service record is found again");
-                }
-                let servers = servers_of(source, found.records);
-                if state.servers != servers {
-                    if !is_first {
-                        tracing::info!(service, servers = servers.len(), "the servers of the service have changed");
-                    }
-                    state.servers = servers;
+                let listed = servers_of(source, found.records);
+                let has_changed = state.servers != listed.servers;
+                state.log.changes += u64::from(has_changed && !is_first);
+                state.log.found(&source.name, &listed, now);
+                if has_changed {
+                    state.servers = listed.servers;
                     self.changed.notify_one();
                 }
             }
-            Err(error) => {
-                if !std::mem::replace(&mut state.is_failing, true) {
-                    let kept = state.servers.len();
-                    tracing::warn!(
-                        service,
-                        kept,
-                        "the service record cannot be looked up, the last servers stay in use: {error}"
-                    );
-                }
-            }
+            Err(error) => state.log.failed(&source.name, state.servers.len(), &error, now),
         }
         drop(states);
         self.looked_up.notify_all();
@@ -117,7 +172,12 @@ impl Drop for Follower {
 }
 
 /// Follows the records of the latest `sources`, until their sender is dropped.
-pub async fn run(mut sources: watch::Receiver<Vec<ServiceSource>>, known: Arc<KnownServices>, registry: Arc<Registry>) {
+pub async fn run(
+    mut sources: watch::Receiver<Vec<ServiceSource>>,
+    known: Arc<KnownServices>,
+    registry: Arc<Registry>,
+    clock: Clock,
+) {
     let mut followers: HashMap<ServiceSource, Follower> = HashMap::new();
     loop {
         let current = sources.borrow_and_update().clone();
@@ -128,7 +188,8 @@ pub async fn run(mut sources: watch::Receiver<Vec<ServiceSource>>, known: Arc<Kn
                 let source = entry.key().clone();
                 let look_up = Arc::clone(&known.lock().entry(source.clone()).or_default().look_up);
                 let metrics = ServiceMetrics::new(&registry, &source.name);
-                entry.insert(Follower(spawn_local(follow(source, Arc::clone(&known), look_up, metrics))));
+                let following = follow(source, Arc::clone(&known), look_up, metrics, clock.clone());
+                entry.insert(Follower(spawn_local(following)));
             }
         }
         if sources.changed().await.is_err() {
@@ -137,7 +198,13 @@ pub async fn run(mut sources: watch::Receiver<Vec<ServiceSource>>, known: Arc<Kn
     }
 }
 
-async fn follow(source: ServiceSource, known: Arc<KnownServices>, look_up: Arc<Notify>, metrics: ServiceMetrics) {
+async fn follow(
+    source: ServiceSource,
+    known: Arc<KnownServices>,
+    look_up: Arc<Notify>,
+    metrics: ServiceMetrics,
+    clock: Clock,
+) {
     let longest = source.resolve.max(TTL_MIN);
     let mut retry_after = RETRY_AFTER;
     loop {
@@ -153,7 +220,7 @@ async fn follow(source: ServiceSource, known: Arc<KnownServices>, look_up: Arc<N
                 std::mem::replace(&mut retry_after, longer)
             }
         };
-        known.update(&source, found);
+        known.update(&source, found, clock.instant());
         sleep(LOOK_UP_PAUSE).await;
         // After that, a request for a look-up ends the pause.
         let _ = timeout(pause.saturating_sub(LOOK_UP_PAUSE), look_up.notified()).await;
@@ -161,41 +228,47 @@ async fn follow(source: ServiceSource, known: Arc<KnownServices>, look_up: Arc<N
 }
 
 /// The servers that records list, in an order that does not depend on that of the records. The smallest priority becomes 0.
-fn servers_of(source: &ServiceSource, records: Vec<Record>) -> IdVec<ServerId, Server> {
+fn servers_of(source: &ServiceSource, records: Vec<Record>) -> Listed {
     let service = |record| match record {
         // Without a target, the service is not available.
-        Record::Service(record) if !record.target.is_empty() => Some(record),
+        Record::Service(record) if !record.target.is_root() => Some(record),
         Record::Service(_) | Record::Address(_) => None,
     };
     let mut records: Vec<ServiceRecord> = records.into_iter().filter_map(service).collect();
     records.sort_by(|a, b| (&a.target, a.port, a.priority).cmp(&(&b.target, b.port, b.priority)));
     records.dedup_by(|a, b| (&a.target, a.port) == (&b.target, b.port));
-    if records.len() > SERVERS_MAX {
-        tracing::warn!(service = source.name, "the service record lists more than {SERVERS_MAX} servers");
-    }
+    let mut refused = (records.len() > SERVERS_MAX)
+        .then(|| format!("the service record lists more than {SERVERS_MAX} servers, the others are not used"));
     let mut priorities: Vec<u16> = records.iter().map(|record| record.priority).collect();
     priorities.sort_unstable();
     priorities.dedup();
     let rank = |priority: u16| priorities.iter().position(|known| *known == priority).unwrap_or(0) as u16;
-    let server = |record: &ServiceRecord| {
-        let ServiceRecord { priority, weight, port, target } = record;
+    let mut servers = IdVec::default();
+    for ServiceRecord { priority, weight, port, target } in records.iter().take(SERVERS_MAX) {
         // Weight 0 means that a server should hardly be chosen beside others.
-        let server = source.server(target, *port, u32::from(*weight).max(1), rank(*priority));
-        if server.is_none() {
-            tracing::warn!(
-                service = source.name,
-                "the service record lists a server that is not valid: `{target}:{port}`"
-            );
+        let server = |host: String| source.server(&host, *port, u32::from(*weight).max(1), rank(*priority));
+        match target.to_host().and_then(server) {
+            Some(server) => {
+                servers.push(server);
+            }
+            None => {
+                let invalid = || format!("the service record lists a server that is not valid: `{target}:{port}`");
+                refused.get_or_insert_with(invalid);
+            }
         }
-        server
-    };
-    records.iter().take(SERVERS_MAX).filter_map(server).collect()
+    }
+    Listed { servers, refused }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::upstream::dns_message::Name;
     use transom_config::upstream::Scheme;
+
+    fn start() -> Instant {
+        Clock::manual(0).instant()
+    }
 
     fn source() -> ServiceSource {
         let (name, dns_servers) = ("_http._tcp.api.test".to_owned(), Vec::new());
@@ -204,7 +277,7 @@ mod tests {
 
     fn found(targets: &[(&str, u16)]) -> Result<Found, LookUpError> {
         let record = |(target, port): &(&str, u16)| {
-            Record::Service(ServiceRecord { priority: 0, weight: 0, port: *port, target: (*target).to_owned() })
+            Record::Service(ServiceRecord { priority: 0, weight: 0, port: *port, target: Name::of(target) })
         };
         Ok(Found { records: targets.iter().map(record).collect(), ttl: TTL_MIN })
     }
@@ -214,15 +287,68 @@ mod tests {
         let (source, known) = (source(), KnownServices::default());
         known.lock().entry(source.clone()).or_default();
         let urls = || known.servers(&source).servers.iter().map(|server| server.url.clone()).collect::<Vec<_>>();
-        known.update(&source, Err(LookUpError::NotFound));
+        let update = |found| known.update(&source, found, start());
+        update(Err(LookUpError::NotFound));
         assert!(urls().is_empty());
-        known.update(&source, found(&[("b.test", 80), ("a.test", 81), ("b.test", 80), ("", 0), ("a..b", 1)]));
+        update(found(&[("b.test", 80), ("a.test", 81), ("b.test", 80), ("", 0), ("127.0.0", 1)]));
         assert_eq!(urls(), ["http://a.test:81", "http://b.test:80"]);
-        known.update(&source, Err(LookUpError::NotFound));
+        update(Err(LookUpError::NotFound));
         assert_eq!(urls().len(), 2);
         // A record without a target says that there is no server.
-        known.update(&source, found(&[("", 0)]));
+        update(found(&[("", 0)]));
         assert!(urls().is_empty());
         known.wait_until_looked_up(&[source], Duration::ZERO);
+    }
+
+    #[test]
+    fn names_that_are_not_those_of_hosts_are_refused_and_escaped() {
+        let refused = |target: &str| {
+            let listed = servers_of(&source(), found(&[("a.test", 80), (target, 80)]).unwrap().records);
+            let urls: Vec<_> = listed.servers.iter().map(|server| server.url.as_str()).collect();
+            assert_eq!(urls, ["http://a.test:80"], "{target:?}");
+            listed.refused.unwrap()
+        };
+        let named = |name| format!("the service record lists a server that is not valid: `{name}:80`");
+        for (target, name) in [
+            ("x y.test", r"x\032y.test"),
+            ("x/y", "x/y"),
+            ("x@y", "x@y"),
+            ("x:1", "x:1"),
+            ("x\r\nhost: y", r"x\013\010host:\032y"),
+            ("x\u{1b}[31m", r"x\027[31m"),
+            ("x`y", r"x\`y"),
+            ("\u{e4}.test", r"\195\164.test"),
+            ("127.0.0", "127.0.0"),
+            ("_http._tcp.a.test", "_http._tcp.a.test"),
+        ] {
+            assert_eq!(refused(target), named(name));
+        }
+    }
+
+    /// What a record that changes with each look-up writes to the log in an hour.
+    #[test]
+    fn a_record_that_changes_again_and_again_does_not_flood_the_log() {
+        let (mut log, start) = (ServiceLog::default(), start());
+        let at = |second| start + Duration::from_secs(second);
+        let allowed: Vec<u64> = (0..600).filter(|second| log.allow(at(*second))).collect();
+        assert_eq!(allowed, [0, 1, 2, 3, 60, 120, 180, 240, 300, 360, 420, 480, 540]);
+        // The first ones after a quiet time are logged at once.
+        let allowed: Vec<u64> = (1200..1230).filter(|second| log.allow(at(*second))).collect();
+        assert_eq!(allowed, [1200, 1201, 1202, 1203]);
+
+        let (source, known) = (source(), KnownServices::default());
+        known.lock().entry(source.clone()).or_default();
+        let is_failing = || known.lock()[&source].log.is_failing;
+        let mut messages = 0;
+        for second in 0..601 {
+            let was_failing = is_failing();
+            let found = if second % 2 == 0 { Err(LookUpError::NotFound) } else { found(&[("a.test", 80)]) };
+            known.update(&source, found, at(second));
+            messages += u32::from(is_failing() != was_failing);
+        }
+        assert!((MESSAGES_MAX..=MESSAGES_MAX + 10).contains(&messages), "{messages}");
+        // The last state is logged, if only later.
+        (601..720).for_each(|second| known.update(&source, Err(LookUpError::NotFound), at(second)));
+        assert!(is_failing());
     }
 }
