@@ -10,9 +10,10 @@ use serde_json::{Value, json};
 use tokio::runtime::{Builder, LocalOptions};
 
 use super::{Exit, read_config, resolve_path};
-use crate::downstream::tls;
+use crate::downstream::{socket_file, tls};
 use crate::file_watch::FileWatch;
 use crate::key_set_fetcher;
+use crate::server::error::StartError;
 use transom_config::lint::{self, Kind, LintMessage};
 use transom_config::listen_address::ListenAddress;
 use transom_config::redis::StoreConfig;
@@ -228,12 +229,22 @@ fn unwritable_file(file: &Path) -> Option<String> {
 fn unusable_address(address: &ListenAddress) -> Option<String> {
     let mut probe = match address {
         ListenAddress::Tcp(address) => *address,
-        ListenAddress::Unix(path) => return unwritable_file(path).map(|text| format!("the socket {text}")),
+        ListenAddress::Unix(path) => return unusable_socket(address, path),
     };
     // The port may be in use by the running gateway.
     probe.set_port(0);
     let error = TcpListener::bind(probe).err()?;
     Some(format!("nothing can listen on `{address}`, an address that this machine may not have: {error}"))
+}
+
+/// Why a socket cannot be at a path, as a start says it. The gateway's user may have access to a folder that this user cannot
+/// examine.
+fn unusable_socket(address: &ListenAddress, path: &Path) -> Option<String> {
+    let source = socket_file::is_socket(path).err().filter(|error| error.kind() != ErrorKind::PermissionDenied)?;
+    let why = source.to_string();
+    let error = StartError::Listen { address: address.clone(), source };
+    let fix = error.fix().map_or_else(String::new, |fix| format!(": {fix}"));
+    Some(format!("{error}: {why}{fix}"))
 }
 
 /// A number with its noun.

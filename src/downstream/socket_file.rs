@@ -116,13 +116,26 @@ fn lock_folder(path: &Path) -> Option<File> {
     None
 }
 
+/// Whether a socket is at this path, which the gateway may replace if it is stale. Changes nothing.
+///
+/// # Errors
+///
+/// `AlreadyExists`: the file there is no socket. `NotFound`: there is no folder for it.
+pub fn is_socket(path: &Path) -> io::Result<bool> {
+    match fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => Ok(true),
+        Ok(_) => Err(io::Error::new(ErrorKind::AlreadyExists, "the file there is not a socket")),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            path.parent().map_or(Ok(()), |folder| fs::metadata(folder).map(drop)).map(|()| false)
+        }
+        Err(error) => Err(error),
+    }
+}
+
 /// Removes a socket on which no process accepts: the file outlives a process that was killed.
 fn remove_stale(path: &Path) -> io::Result<()> {
-    match fs::symlink_metadata(path) {
-        Ok(found) if found.file_type().is_socket() => {}
-        Ok(_) => return Err(io::Error::new(ErrorKind::AlreadyExists, "the file there is not a socket")),
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error),
+    if !is_socket(path)? {
+        return Ok(());
     }
     let probe = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     // A full queue must not block the start.

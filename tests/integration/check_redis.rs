@@ -260,7 +260,10 @@ fn sentinels_may_have_a_login_of_their_own() {
         assert!(output.contains(&format!("server 127.0.0.1:{}: master", master.port)), "{output}");
     }
     let wrong = format!("{settings}sentinel_password_file = \"servers\"");
-    expect_unusable(check_in(&scratch, &wrong), &["`sentinel_password_file`"]);
+    let (code, output) = check_in(&scratch, &wrong);
+    // One problem, with its fix.
+    assert_eq!(output.matches("problem: ").count(), 1, "{output}");
+    expect_unusable((code, output), &["`sentinel_password_file`"]);
 }
 
 #[test]

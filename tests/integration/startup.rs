@@ -123,6 +123,19 @@ fn check_warns_of_a_start_that_would_fail_here() {
             ),
         ),
         (
+            format!("[listen]\nhttp = \"unix:{folder}/gateway.toml\"\n"),
+            format!(
+                "cannot listen on `unix:{folder}/gateway.toml`: the file there is not a socket: move the file away, or use \
+                 another path"
+            ),
+        ),
+        (
+            format!("[listen]\nhttp = \"unix:{folder}/no/http.sock\"\n"),
+            format!(
+                "cannot listen on `unix:{folder}/no/http.sock`: No such file or directory (os error 2): make the folder: "
+            ),
+        ),
+        (
             // An address for documentation (RFC 5737), which no machine uses.
             String::from("[listen]\nhttp = \"192.0.2.1:8080\"\n"),
             String::from("nothing can listen on `192.0.2.1:8080`, an address that this machine may not have: "),

@@ -180,15 +180,21 @@ pub async fn diagnose(
             }
         }
     }
+    let has_problem = |report: &ServerReport| report.findings.iter().any(|finding| finding.severity == Problem);
+    // Then the masters cannot be reached for the same reasons.
+    let is_explained = !diagnosis.reports.is_empty() && diagnosis.reports.iter().all(has_problem);
     match diagnosis.client.masters(&format!("{}:{{transom-check|", settings.prefix)).await {
         Ok(masters) => {
             for (link, base) in masters {
-                diagnosis.examine("server", link.get().await, &["INFO"], &checks, Some(base)).await;
+                match link.get().await {
+                    Err(_) if is_explained => {}
+                    opened => diagnosis.examine("server", opened, &["INFO"], &checks, Some(base)).await,
+                }
             }
         }
+        Err(_) if is_explained => {}
         Err(why) => diagnosis.examine("cluster", Err(why), &[], &[], None).await,
     }
-    let has_problem = |report: &ServerReport| report.findings.iter().any(|finding| finding.severity == Problem);
     if !diagnosis.reports.iter().any(has_problem) {
         for (rule, format) in formats {
             diagnosis.examine_names(rule, format).await;
