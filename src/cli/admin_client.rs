@@ -201,6 +201,11 @@ impl AdminAddress {
         self.admin.is_some()
     }
 
+    /// The address that the command names.
+    pub fn given(&self) -> Option<String> {
+        self.admin.clone()
+    }
+
     /// Reads the configuration only if the command names no address.
     ///
     /// # Errors

@@ -1,5 +1,5 @@
 //! `transom explain`: which rules a request would meet, and where its keys stand. Asks the running gateway at its admin
-//! address; if none runs, explains by the configuration, with empty windows.
+//! address; if none runs at that of the configuration, explains by the configuration, with empty windows.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use http_body_util::Full;
 use serde_json::Value;
 use tokio::runtime::{Builder, LocalOptions};
 
-use super::admin_client::{self, RunningGateway, TokenFile};
+use super::admin_client::{self, AskedGateway, RunningGateway};
 use super::{Exit, add_copied_clients, read_config};
 use crate::explain::explain_without_gateway;
 use crate::explain::question::Question;
@@ -40,7 +40,7 @@ pub struct Options {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    token: TokenFile,
+    gateway: AskedGateway,
     /// URL of the request
     url: String,
 }
@@ -73,7 +73,10 @@ pub fn explain(path: &Path, options: &Options) -> Exit {
             return Exit::BadConfig;
         }
     };
-    let mut config = match read_config(path, &mut FileWatch::default()) {
+    let given = options.gateway.address.given();
+    // The file may be that of another gateway, or on another machine.
+    let read = given.is_none().then(|| read_config(path, &mut FileWatch::default())).transpose();
+    let config = match read {
         Ok(config) => config,
         Err(invalid) => {
             print_err!("{}", invalid.to_string().trim_end());
@@ -82,16 +85,21 @@ pub fn explain(path: &Path, options: &Options) -> Exit {
     };
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default());
     let explained = runtime.map_err(|error| error.to_string()).and_then(|runtime| {
-        let token = options.token.read(Some(&config))?;
-        let gateway = admin_client::admin_address(&config).map(|address| RunningGateway { address, token });
+        let token = options.gateway.token.read(config.as_ref())?;
+        let address = given.or_else(|| admin_client::admin_address(config.as_ref()?));
+        let gateway = address.map(|address| RunningGateway { address, token });
         runtime.block_on(async {
             if let Some(gateway) = &gateway
                 && let Some(explained) = ask_gateway(gateway, options).await?
             {
                 return Ok(explained);
             }
+            let address = gateway.map(|gateway| gateway.address);
+            let Some(mut config) = config else {
+                return Err(format!("no gateway runs at the admin address {}", address.unwrap_or_default()));
+            };
             add_copied_clients(&mut config);
-            explain_by_config(config, gateway.map(|gateway| gateway.address), &question, options).await
+            explain_by_config(config, address, &question, options).await
         })
     });
     match explained {

@@ -301,13 +301,17 @@ fn commands_find_the_admin_socket() {
         code == Some(1) && message.contains(&format!("no gateway listens at http://unix:{}", path.display())),
         "{message}"
     );
-    let _gateway = Gateway::start(&toml);
     let admin = format!("unix:{}", path.display());
+    // Of the gateway that is named, nothing is explained by the file of another one.
+    let (code, _, message) = run(&["explain", "--config", &file, "--admin", &admin, "http://127.0.0.1/a"]);
+    assert_eq!((code, message), (Some(1), format!("transom: no gateway runs at the admin address {admin}\n")));
+    let _gateway = Gateway::start(&toml);
     for arguments in [
         &["health", "--config", &file][..],
         &["health", "--admin", &admin],
         &["top", "--config", &file, "--once"],
         &["deny", "list", "--admin", &admin],
+        &["explain", "--admin", &admin, "http://127.0.0.1/a"],
     ] {
         let (code, _, message) = run(arguments);
         assert_eq!(code, Some(0), "{arguments:?}: {message}");
