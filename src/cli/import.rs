@@ -37,7 +37,13 @@ fn import_files(options: &Options) -> Result<(), Failure> {
     let import =
         import(product, &files, &options.files).map_err(|error| Failure(Exit::BadConfig, format!("{error}\n")))?;
     match &options.output {
-        Some(output) => {
+        // Such as `/dev/stdout`: nothing is replaced, and no file can be beside it.
+        Some(output) if is_stream(output) && import.files.is_empty() => {
+            let stream = OpenOptions::new().append(true).open(output);
+            let written = stream.and_then(|mut stream| stream.write_all(import.text.as_bytes()));
+            written.map_err(|error| Failure::io(output, &error))?;
+        }
+        Some(output) if !is_stream(output) => {
             let folder = output.parent().unwrap_or(Path::new(""));
             let named = import.files.iter().map(|file| (folder.join(file.name), &file.text));
             let all: Vec<(PathBuf, &String)> = std::iter::once((output.clone(), &import.text)).chain(named).collect();
@@ -47,13 +53,18 @@ fn import_files(options: &Options) -> Result<(), Failure> {
             all.into_iter().try_for_each(|(file, text)| write(&file, text, options.force))?;
         }
         None if import.files.is_empty() => print_out!("{}", import.text.trim_end()),
-        None => {
+        Some(_) | None => {
             let message = format!("the result needs another file, `{}`", import.files[0].name);
             return Err(Failure::usage(message, "name where to write it with `--output gateway.toml`"));
         }
     }
     print_err!("{}", import.report(product).trim_end());
     Ok(())
+}
+
+/// Whether a file is a pipe, a terminal or another device. The standard output may also be a regular file, which a shell has made.
+fn is_stream(file: &Path) -> bool {
+    file.starts_with("/dev") || fs::metadata(file).is_ok_and(|found| !found.is_file() && !found.is_dir())
 }
 
 fn exists(file: &Path) -> Failure {

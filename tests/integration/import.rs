@@ -10,7 +10,7 @@ use transom::ratelimit_service::messages::envoy::service::ratelimit::v3::RateLim
 use crate::support::client::Client;
 use crate::support::external_servers::{ExternalServer, on_free_port, part, program};
 use crate::support::gateway::Gateway;
-use crate::support::process::run;
+use crate::support::process::{BINARY, run};
 use crate::support::ratelimit_client::{RatelimitClient, descriptor, is_ok, request};
 use crate::support::upstream::{Upstream, reply};
 use crate::support::{TempDir, eventually};
@@ -269,6 +269,14 @@ fn the_command_writes_files_and_reports() {
     assert_eq!(fs::read_to_string(&output).unwrap(), "mine");
     assert_eq!(run(&[&arguments[..], &["--force"]].concat()).0, Some(0));
     assert!(fs::read_to_string(&output).unwrap().starts_with("# Imported from "));
+    // The standard output is no file to replace, whatever it is.
+    let to_stdout = ["import", "nginx", &path("nginx.conf"), "--output", "/dev/stdout"];
+    let (code, out, report) = run(&to_stdout);
+    assert_eq!((code, out), (Some(0), fs::read_to_string(&output).unwrap()), "{report}");
+    let redirected = scratch.path().join("redirected.toml");
+    let stdout = fs::File::create(&redirected).unwrap();
+    assert!(Command::new(BINARY).args(to_stdout).stdout(stdout).stderr(Stdio::null()).status().unwrap().success());
+    assert_eq!(fs::read_to_string(&redirected).unwrap(), fs::read_to_string(&output).unwrap());
     // A mistake in the file has its line.
     let broken = scratch.write("broken.conf", "http {\n server {\n");
     let (code, _, message) = run(&["import", "nginx", broken.to_str().unwrap()]);

@@ -83,7 +83,7 @@ struct Importer<'d> {
     strategy: Option<Option<u64>>,
 }
 
-/// Where the gateway listens while the certificates of the entry point are elsewhere.
+/// Where the gateway listens while the certificates or the address of the entry point are elsewhere.
 const LOOPBACK: &str = "127.0.0.1:8080";
 
 /// Whether requests to an entry point reach a router. One that names none has the default ones.
@@ -156,8 +156,18 @@ impl<'d> Importer<'d> {
         proxies.into_iter().for_each(|proxy| self.gateway.listen.push("trusted_proxies", proxy));
         balancers.into_iter().for_each(|balancer| self.gateway.listen.push("proxy_protocol", balancer));
         if addresses.is_empty() {
-            self.gateway.listen.comment("The entry points are in the static configuration of Traefik.");
-            addresses.push("0.0.0.0:80".to_owned());
+            // An entry point may be internal: without its address, nothing is published.
+            self.gateway.listen.comment(
+                "The entry points are in the static configuration of Traefik: import its file too, or write where to listen.",
+            );
+            if let Some(router) = routers.first() {
+                let why = format!(
+                    "the entry points are not known: the gateway listens on {LOOPBACK} only; name the file of the static \
+                     configuration too"
+                );
+                router.note(&mut self.gateway, Effect::Stricter, &why);
+            }
+            addresses.push(LOOPBACK.to_owned());
         }
         self.gateway.listen.settings.insert(0, ("http".to_owned(), one_or_list(addresses)));
     }

@@ -174,15 +174,20 @@ impl<'d> Importer<'d> {
             .iter()
             .all(|scope| scope.one("real_ip_recursive").is_some_and(|directive| directive.argument() == "on"));
         let network = |proxy: &Directive| Network::parse(proxy.argument());
+        // The peers of Unix sockets.
+        let is_unix = |proxy: &Directive| proxy.argument() == "unix:";
+        let contains = |other: &Directive, proxy: &Directive| match (network(other), network(proxy)) {
+            (Some(other), Some(proxy)) => other.contains(&proxy),
+            _ => is_unix(other) && is_unix(proxy),
+        };
         for (scope, (field, proxies)) in scopes.iter().zip(&lists) {
             for proxy in proxies.iter().filter(|proxy| proxy.fate.get() == Fate::Unread) {
-                let Some(parsed) = network(proxy) else {
+                if network(proxy).is_none() && !is_unix(proxy) {
                     self.note(Effect::Stricter, proxy, "only networks can be trusted here");
                     continue;
-                };
+                }
                 let trusts = |(other, proxies): &(String, Vec<&'d Directive>)| {
-                    other == field
-                        && proxies.iter().filter_map(|proxy| network(proxy)).any(|other| other.contains(&parsed))
+                    other == field && proxies.iter().any(|other| contains(other, proxy))
                 };
                 if !lists.iter().all(trusts) {
                     let why = "not all servers trust it, or not by the same field: it is not trusted";
