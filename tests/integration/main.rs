@@ -150,6 +150,7 @@ mod upstream_request_limits;
 mod upstream_streams;
 mod upstream_tls;
 mod usage_cost;
+mod watched_files;
 mod websocket;
 mod websocket_clients;
 mod websocket_streams;
