@@ -262,6 +262,28 @@ impl<const W: usize> SlotArray<W> {
         claim
     }
 
+    /// The counters of keys that are in the same two buckets, found in one search.
+    #[inline(always)]
+    pub fn find_each<const N: usize>(&self, keys: [Key; N]) -> [Option<CounterWord>; N] {
+        debug_assert!(keys.iter().all(|key| key.bucket_hash == keys[0].bucket_hash));
+        let mut found = [None; N];
+        for bucket in self.buckets_of(keys[0]) {
+            for slot in &self.buckets()[bucket] {
+                // Ordering: as in `load`.
+                let word = CounterWord::from_bits(slot.load(Ordering::Acquire));
+                if word == CounterWord::EMPTY {
+                    continue;
+                }
+                for (found, key) in found.iter_mut().zip(keys) {
+                    if word.tag() == key.tag && !word.is_claim() {
+                        *found = Some(word);
+                    }
+                }
+            }
+        }
+        found
+    }
+
     /// Finds or creates the counter of `key`.
     ///
     /// `is_blocked` is called after the claim is visible to all threads and before the claim is confirmed.

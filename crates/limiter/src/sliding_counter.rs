@@ -9,6 +9,8 @@
 //! threads that take the same tokens at least one sees both charges, and withdraws its own. A thread that finds a later
 //! segment in use counts in that one, because the later thread no longer sees the oldest segment.
 
+use std::array;
+
 use crate::atomics::{Ordering, fence};
 use crate::bucket::Key;
 use crate::sharded_counter::ShardReceipt;
@@ -19,7 +21,8 @@ use crate::window_kind::{AcquireRequest, Usage, WindowKind, usage};
 /// Segments that count at one time: those of one period, and the current one.
 const OPEN_SEGMENTS: u64 = SEGMENTS_PER_PERIOD + 1;
 /// Segments whose counters are in the same two buckets, and so in few cache lines. All of them would overfill a bucket.
-const SEGMENTS_PER_BUCKET: u64 = 3;
+/// Models have two segments.
+const SEGMENTS_PER_BUCKET: usize = if OPEN_SEGMENTS < 3 { OPEN_SEGMENTS as usize } else { 3 };
 /// How often a charge is tried again after other threads changed the counter.
 const TRIES: u32 = 64;
 
@@ -120,9 +123,14 @@ impl SlidingCounter {
     }
 
     fn segment_counter(self, segment: u64) -> Counter {
-        let position = segment % OPEN_SEGMENTS;
+        self.counter_at(segment % OPEN_SEGMENTS)
+    }
+
+    /// The counter of the segments with this remainder of [`OPEN_SEGMENTS`].
+    #[inline(always)]
+    fn counter_at(self, position: u64) -> Counter {
         let bits = (position + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        let bucket_bits = (position / SEGMENTS_PER_BUCKET).wrapping_mul(0xD1B5_4A32_D192_ED03);
+        let bucket_bits = (position / SEGMENTS_PER_BUCKET as u64).wrapping_mul(0xD1B5_4A32_D192_ED03);
         let bucket_hash = self.whole.key.bucket_hash.wrapping_add(bucket_bits);
         Counter { key: Key::new(bucket_hash, (self.whole.key.tag ^ bits) << 10), layer: self.whole.layer ^ bits }
     }
@@ -142,14 +150,27 @@ impl SlidingCounter {
     /// The tokens used while `latest` or a later segment is current.
     fn sum<const W: usize, const PLAIN: bool>(self, table: &Table<W>, latest: u64, time: Time<'_, PLAIN>) -> Sum {
         let mut sum = Sum { latest, used: 0, by_segment: [0; OPEN_SEGMENTS as usize] };
-        for segment in self.open_segments(latest) {
-            let request = self.segment_request(segment, 0);
-            let (usage, _) = table.peek(self.segment_counter(segment), request, time);
-            if usage.end_ms > request.end_ms {
-                return self.sum(table, self.segments.expiring_at(usage.end_ms).max(latest + 1), time);
+        let oldest = latest.saturating_sub(OPEN_SEGMENTS - 1);
+        let may_overflow = table.may_overflow_from(self.segments.expires_ms(oldest));
+        for first in (0..OPEN_SEGMENTS).step_by(SEGMENTS_PER_BUCKET) {
+            let counters: [_; SEGMENTS_PER_BUCKET] = array::from_fn(|nth| self.counter_at(first + nth as u64));
+            for (position, word) in (first..).zip(&table.find_each(counters.map(|counter| counter.key))) {
+                if word.is_none() && !may_overflow {
+                    continue;
+                }
+                let segment = oldest + (position + OPEN_SEGMENTS - oldest % OPEN_SEGMENTS) % OPEN_SEGMENTS;
+                if segment > latest {
+                    // Before the first segments of 1970 there are none.
+                    continue;
+                }
+                let request = self.segment_request(segment, 0);
+                let usage = table.usage_of(*word, self.counter_at(position), request, time);
+                if usage.end_ms > request.end_ms {
+                    return self.sum(table, self.segments.expiring_at(usage.end_ms).max(latest + 1), time);
+                }
+                sum.used += usage.used;
+                sum.by_segment[(segment + OPEN_SEGMENTS - 1 - latest) as usize] = usage.used;
             }
-            sum.used += usage.used;
-            sum.by_segment[(segment + OPEN_SEGMENTS - 1 - latest) as usize] = usage.used;
         }
         sum
     }

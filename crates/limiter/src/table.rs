@@ -333,8 +333,40 @@ impl<const W: usize> Table<W> {
         if let FindResult::Counter(index, word) = self.counters.find(counter.key) {
             return (usage(word, request, time), Some(PeekedSlot { slot: Slot::new(false, index), word }));
         }
+        (self.usage_without_counter(counter, request, time), None)
+    }
+
+    /// The counters of keys that are in the same two buckets, found in one search. [`Table::usage_of`] has their usage.
+    #[inline(always)]
+    pub fn find_each<const N: usize>(&self, keys: [Key; N]) -> [Option<CounterWord>; N] {
+        self.counters.find_each(keys)
+    }
+
+    /// As [`Table::peek`], after a search for the counter.
+    #[inline(always)]
+    pub fn usage_of<const PLAIN: bool>(
+        &self,
+        found: Option<CounterWord>,
+        counter: Counter,
+        request: AcquireRequest,
+        time: Time<'_, PLAIN>,
+    ) -> Usage {
+        match found {
+            Some(word) => usage(word, request, time),
+            None => self.usage_without_counter(counter, request, time),
+        }
+    }
+
+    /// The usage of a key that has no counter of its own.
+    #[inline(always)]
+    fn usage_without_counter<const PLAIN: bool>(
+        &self,
+        counter: Counter,
+        request: AcquireRequest,
+        time: Time<'_, PLAIN>,
+    ) -> Usage {
         if request.is_leased(time) {
-            return (request.nothing_leased(), None);
+            return request.nothing_leased();
         }
         if self.may_overflow(request, time)
             && let FindResult::Counter(_, word) = self.overflow.find(counter.overflow_key())
@@ -343,9 +375,9 @@ impl<const W: usize> Table<W> {
             if !usage.admits(request) {
                 self.count_overflow_refusal();
             }
-            return (usage, None);
+            return usage;
         }
-        (Usage { used: 0, end_ms: request.end_ms }, None)
+        Usage { used: 0, end_ms: request.end_ms }
     }
 
     /// Refusals by overflow counters since the start, including those for lack of a free overflow counter.
@@ -361,9 +393,15 @@ impl<const W: usize> Table<W> {
 
     /// Whether an overflow counter may be open in the window of `request`.
     fn may_overflow<const PLAIN: bool>(&self, request: AcquireRequest, time: Time<'_, PLAIN>) -> bool {
+        self.may_overflow_from(request.closes_ms(time))
+    }
+
+    /// Whether an overflow counter may be open in a window that closes at `closes_ms` or later.
+    #[inline(always)]
+    pub fn may_overflow_from(&self, closes_ms: u64) -> bool {
         // Ordering: acquire; between a charge to an overflow counter and a claim, the fences in `acquire_overflow` and
         // `SlotArray::confirm` decide.
-        self.overflow_end().load(Ordering::Acquire) >= request.closes_ms(time)
+        self.overflow_end().load(Ordering::Acquire) >= closes_ms
     }
 
     /// Charges the counter that [`Table::peek`] found, if it has not changed since; `before` is the usage that the peek
