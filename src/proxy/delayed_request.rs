@@ -151,7 +151,7 @@ impl DelayedRequest {
                 let store_keys = &self.store_charges.keys;
                 worker
                     .counters
-                    .refuse(charge_plan, &mut context, |position| store_keys.get(position).cloned().flatten());
+                    .refuse_delayed(charge_plan, &mut context, |position| store_keys.get(position).cloned().flatten());
                 charge_plan.peek_slots(&mut context);
                 record.release_slots(&mut context);
                 let verdicts = charge_plan.verdicts(&context, &Decision::Refused);

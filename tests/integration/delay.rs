@@ -225,6 +225,25 @@ fn a_waiter_that_another_rule_refuses_is_refunded() {
     assert_eq!(delayed(&gateway), 1);
 }
 
+/// In a sliding window, the charge of its arrival counts beside that of its window.
+#[test]
+fn a_waiter_that_is_refused_for_its_own_charge_names_the_window() {
+    let upstream = Upstream::always(200);
+    let toml =
+        per_client_and_global(&upstream, "2/2m").replace("\"2/2m\"", "{ limit = 2, period = \"2m\", sliding = true }");
+    let gateway = Gateway::start(&toml);
+    gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
+    let mut waits = send_and_wait_as(&gateway, "a", "/a2");
+    gateway.advance_s(60);
+    let late = waits.read_response().expect(429);
+    assert_eq!(late.problem()["violated-policies"], serde_json::json!(["all"]));
+    // The charge has come back.
+    assert_eq!((late.field("retry-after"), remaining(&late, "all")), (Some("1"), 1));
+    let refused = gateway.metrics().sum("transom_decisions_total", &[("rule", "all"), ("outcome", "refused")]);
+    assert_eq!(refused, 1);
+    gateway.get_with("/b", &[("X-User", "b")]).expect(200);
+}
+
 /// It counts in the windows that are open when it is refused.
 #[test]
 fn a_waiter_that_another_rule_refuses_counts_once_where_refusals_count() {

@@ -295,9 +295,21 @@ impl ChargePlan {
     pub fn takes_later_tokens(&self, charge: &LayerCharge) -> bool {
         charge.usage.used > u64::from(self.layer(charge.layer).capacity)
     }
+
+    /// The layers that refuse a delayed request after all: those that are full, or would delay it for longer.
+    pub fn refusing_layers(&self, context: &DecisionContext) -> Vec<LayerRef> {
+        let refuses = |charge: &&LayerCharge| charge.is_full || self.takes_later_tokens(charge);
+        context.result.charges.iter().filter(refuses).map(|charge| charge.layer).collect()
+    }
 }
 
 impl DecisionContext {
+    /// States that these layers refused the request, although tokens may have come back since.
+    pub fn set_full(&mut self, layers: &[LayerRef]) {
+        let charges = self.result.charges.iter_mut().filter(|charge| layers.contains(&charge.layer));
+        charges.for_each(|charge| charge.is_full = true);
+    }
+
     /// The usage of a layer that clients are told. `penalty` is the layer that counts penalties of the same rule: while one lasts,
     /// all tokens are used, until it ends. `capacity`: of the layer.
     #[inline]

@@ -518,8 +518,7 @@ impl Scenario {
             }
             Decision::Delayed { .. } | Decision::Refused => {
                 let mut refusing = None;
-                let verdicts = charge_plan.verdicts(&self.context, &Decision::Refused);
-                for layer in verdicts.full_windows().map(WindowVerdict::layer) {
+                for layer in charge_plan.refusing_layers(&self.context) {
                     let counts = &mut self.rules[layer.id.rule];
                     counts.layers[layer.id.position].full += 1;
                     // The layers of a rule follow each other.

@@ -79,7 +79,21 @@ impl CounterAccess {
         }
     }
 
-    /// Completes the result of a request that found no free slot, or that was delayed and is refused after all.
+    /// Completes the result of a request that was delayed and is refused after all. `context`: of that decision, whose charges, and
+    /// those before, are refunded.
+    pub fn refuse_delayed(
+        &self,
+        charge_plan: &ChargePlan,
+        context: &mut DecisionContext,
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
+    ) {
+        let refusing = charge_plan.refusing_layers(context);
+        self.refuse(charge_plan, context, store_key);
+        // The refund may have made room.
+        context.set_full(&refusing);
+    }
+
+    /// Completes the result of a request that found no free slot.
     pub fn refuse(
         &self,
         charge_plan: &ChargePlan,

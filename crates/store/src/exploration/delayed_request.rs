@@ -127,7 +127,7 @@ impl Waiting {
         for (position, charges) in self.charges.enumerate() {
             self.counters.settle(self.keys(), position, charges, &refunds, 0);
         }
-        self.counters.refuse(&self.charge_plan, &mut context, |position| self.store_keys[position].clone());
+        self.counters.refuse_delayed(&self.charge_plan, &mut context, |position| self.store_keys[position].clone());
         self.decided(false)
     }
 
