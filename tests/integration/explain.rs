@@ -1044,6 +1044,36 @@ fn rules_are_explained_by_their_policy_during_an_outage() {
     assert_eq!((&ask("/local")["decision"], &ask("/local")["status"]), (&json!("refused"), &json!(429)));
 }
 
+/// A window that is known to be full refuses before the store is asked, whatever `on_outage` says.
+#[test]
+fn a_window_that_is_known_to_be_full_is_explained_as_full_during_an_outage() {
+    let mut redis = RedisServer::start();
+    let rules: String = ["allow", "refuse"]
+        .map(|policy| {
+            format!(
+                "[rules.{policy}]\nkey = \"ip\"\nwindows = [\"2/30d\"]\non_outage = \"{policy}\"\n\
+                 [[routes]]\npath = \"/{policy}\"\nupstream = \"u\"\nrules = [\"{policy}\"]\n"
+            )
+        })
+        .concat();
+    let gateway = Process::spawn(&format!(
+        "[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\n[upstreams.u]\nbuiltin = \"echo\"\n{rules}\
+         [rules.other]\nkey = \"ip\"\nwindows = [\"9/30d\"]\nshared = \"exact\"\non_outage = \"refuse\"\n\
+         [[routes]]\npath = \"/both\"\nupstream = \"u\"\nrules = [\"other\", \"refuse\"]\n",
+        redis.url()
+    ));
+    let statuses = |path: &str| [0; 3].map(|_| gateway.get(path).status);
+    assert_eq!((statuses("/allow"), statuses("/refuse")), ([200, 200, 429], [200, 200, 429]));
+    redis.kill();
+    for path in ["/allow", "/refuse", "/both"] {
+        let (body, host) = (json!({"url": format!("http://a{path}")}).to_string(), gateway.admin.to_string());
+        let fields = [("Host", host.as_str())];
+        let mut client = Client::connect(gateway.admin);
+        let found = client.request("POST", "/v1/explain", &fields, body.as_bytes()).expect(200).json();
+        assert_eq!(found["status"], json!(gateway.get(path).expect(429).status), "{path}: {found:#}");
+    }
+}
+
 #[test]
 fn the_state_of_the_store_and_leased_tokens_are_stated() {
     let mut redis = RedisServer::start();

@@ -98,6 +98,13 @@ impl SharedCounters {
             let context = &mut pending.context;
             let clock = || self.clock.now().unix_ms;
             charge_plan.peek(&self.table, DecisionTime::read(&clock), context);
+            charge_plan.set_counting_modes(|_position| false, &mut context.sharing.counting_modes);
+            let modes = &context.sharing.counting_modes;
+            // Without a call of the store. Tokens of a sliding window come back before the known usage ends.
+            let is_refused = context.result.charges.iter().any(|charge| {
+                let is_sliding = charge_plan.layer(charge.layer).request.kind == WindowKind::Sliding;
+                charge.is_full && modes[charge.layer.position] == CountingMode::Leased && !is_sliding
+            });
             // What is known of other gateways, plus what was counted here. A request spends leased tokens first.
             let layers: Vec<LayerRef> = context.result.charges.iter().map(|charge| charge.layer).collect();
             let now_ms = self.clock.now().unix_ms;
@@ -110,7 +117,8 @@ impl SharedCounters {
             };
             charge_plan.set_counting_modes(lacks_lease, &mut context.sharing.counting_modes);
             if context.sharing.counting_modes.as_slice().contains(&CountingMode::Remote) {
-                return Err(Unavailable);
+                let state = KeyState { context: take(context), admits: false, is_from_store: false };
+                return is_refused.then_some(state).ok_or(Unavailable);
             }
             let admits = charge_plan.peek_local_fallback(&layers, &self.table, DecisionTime::read(&clock), context);
             return Ok(KeyState { context: take(&mut pending.context), admits, is_from_store: false });
