@@ -193,6 +193,13 @@ fn explain(gateway: &Gateway, question: &Value) -> Value {
     Client::connect(gateway.admin).post("/v1/explain", question.to_string()).expect(200).json()
 }
 
+/// Likewise of a gateway in a process of its own, whose admin address checks the Host field.
+fn explain_of_process(gateway: &Process, path: &str) -> Value {
+    let (body, host) = (json!({"url": format!("http://a{path}")}).to_string(), gateway.admin.to_string());
+    let mut client = Client::connect(gateway.admin);
+    client.request("POST", "/v1/explain", &[("Host", &host)], body.as_bytes()).expect(200).json()
+}
+
 /// The rules, checked by hand: `per-client` admits 5 requests a minute and 8 an hour, `per-key` 2 a minute and 100 for
 /// gold, `per-user` 3 and 50 for root, `login` 1 and then locks out for ten minutes, `slow` 1 and delays the next.
 #[test]
@@ -1021,14 +1028,7 @@ fn rules_are_explained_by_their_policy_during_an_outage() {
     gateway.get("/local").expect(200);
     gateway.get("/alone").expect(200);
     redis.kill();
-    let ask = |path: &str| {
-        let body = json!({"url": format!("http://a{path}")}).to_string();
-        let host = gateway.admin.to_string();
-        Client::connect(gateway.admin)
-            .request("POST", "/v1/explain", &[("Host", &host)], body.as_bytes())
-            .expect(200)
-            .json()
-    };
+    let ask = |path: &str| explain_of_process(&gateway, path);
     for (path, status) in [("/allow", None), ("/refuse", Some(503)), ("/local", None), ("/alone", Some(429))] {
         let found = ask(path);
         assert_eq!(found["status"], json!(status), "{found:#}");
@@ -1066,10 +1066,7 @@ fn a_window_that_is_known_to_be_full_is_explained_as_full_during_an_outage() {
     assert_eq!((statuses("/allow"), statuses("/refuse")), ([200, 200, 429], [200, 200, 429]));
     redis.kill();
     for path in ["/allow", "/refuse", "/both"] {
-        let (body, host) = (json!({"url": format!("http://a{path}")}).to_string(), gateway.admin.to_string());
-        let fields = [("Host", host.as_str())];
-        let mut client = Client::connect(gateway.admin);
-        let found = client.request("POST", "/v1/explain", &fields, body.as_bytes()).expect(200).json();
+        let found = explain_of_process(&gateway, path);
         assert_eq!(found["status"], json!(gateway.get(path).expect(429).status), "{path}: {found:#}");
     }
 }

@@ -302,7 +302,7 @@ fn commands_find_the_admin_socket() {
         "{message}"
     );
     let admin = format!("unix:{}", path.display());
-    // Of the gateway that is named, nothing is explained by the file of another one.
+    // With `--admin`, the command does not explain by a configuration file instead.
     let (code, _, message) = run(&["explain", "--config", &file, "--admin", &admin, "http://127.0.0.1/a"]);
     assert_eq!((code, message), (Some(1), format!("transom: no gateway runs at the admin address {admin}\n")));
     let _gateway = Gateway::start(&toml);

@@ -151,10 +151,12 @@ impl SlidingCounter {
     fn sum<const W: usize, const PLAIN: bool>(self, table: &Table<W>, latest: u64, time: Time<'_, PLAIN>) -> Sum {
         let mut sum = Sum { latest, used: 0, by_segment: [0; OPEN_SEGMENTS as usize] };
         let oldest = latest.saturating_sub(OPEN_SEGMENTS - 1);
+        // Ordering: read before the searches. Of two threads that charge, the sum of the one whose fence comes second sees the charge
+        // of the other, also in an overflow counter.
         let may_overflow = table.may_overflow_from(self.segments.expires_ms(oldest));
         for first in (0..OPEN_SEGMENTS).step_by(SEGMENTS_PER_BUCKET) {
-            let counters: [_; SEGMENTS_PER_BUCKET] = array::from_fn(|nth| self.counter_at(first + nth as u64));
-            for (position, word) in (first..).zip(&table.find_each(counters.map(|counter| counter.key))) {
+            let keys: [_; SEGMENTS_PER_BUCKET] = array::from_fn(|nth| self.counter_at(first + nth as u64).key);
+            for (position, word) in (first..).zip(&table.counters.find_each(keys)) {
                 if word.is_none() && !may_overflow {
                     continue;
                 }

@@ -336,13 +336,7 @@ impl<const W: usize> Table<W> {
         (self.usage_without_counter(counter, request, time), None)
     }
 
-    /// The counters of keys that are in the same two buckets, found in one search. [`Table::usage_of`] has their usage.
-    #[inline(always)]
-    pub fn find_each<const N: usize>(&self, keys: [Key; N]) -> [Option<CounterWord>; N] {
-        self.counters.find_each(keys)
-    }
-
-    /// As [`Table::peek`], after a search for the counter.
+    /// As [`Table::peek`], with the result of a search for the counter.
     #[inline(always)]
     pub fn usage_of<const PLAIN: bool>(
         &self,

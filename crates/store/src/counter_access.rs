@@ -79,8 +79,8 @@ impl CounterAccess {
         }
     }
 
-    /// Completes the result of a request that was delayed and is refused after all. `context`: of that decision, whose charges, and
-    /// those before, are refunded.
+    /// Completes the result of a request that was delayed and is refused after all. `context` is that of the refusing decision; all
+    /// charges of the request have been refunded.
     pub fn refuse_delayed(
         &self,
         charge_plan: &ChargePlan,
@@ -89,7 +89,7 @@ impl CounterAccess {
     ) {
         let refusing = charge_plan.refusing_layers(context);
         self.refuse(charge_plan, context, store_key);
-        // The refund may have made room.
+        // After the refunds, these windows may have tokens again.
         context.set_full(&refusing);
     }
 

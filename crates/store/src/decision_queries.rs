@@ -100,7 +100,8 @@ impl SharedCounters {
             charge_plan.peek(&self.table, DecisionTime::read(&clock), context);
             charge_plan.set_counting_modes(|_position| false, &mut context.sharing.counting_modes);
             let modes = &context.sharing.counting_modes;
-            // Without a call of the store. Tokens of a sliding window come back before the known usage ends.
+            // A leased window that is known to be full refuses without a call of the store, unless it slides: its tokens come back
+            // before the known usage ends.
             let is_refused = context.result.charges.iter().any(|charge| {
                 let is_sliding = charge_plan.layer(charge.layer).request.kind == WindowKind::Sliding;
                 charge.is_full && modes[charge.layer.position] == CountingMode::Leased && !is_sliding
