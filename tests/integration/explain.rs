@@ -18,7 +18,7 @@ use crate::support::jwt_issuer::Issuer;
 use crate::support::process::{BINARY, Process, run};
 use crate::support::ratelimit_parser::items;
 use crate::support::redis::{RedisServer, free_port};
-use crate::support::{TempDir, eventually_eq, one_rule, seeded_rng, without_digests};
+use crate::support::{TempDir, eventually, eventually_eq, one_rule, seeded_rng, without_digests};
 
 /// Requests from 127.0.0.1 name their client in `X-Forwarded-For`.
 fn listen() -> String {
@@ -1068,6 +1068,44 @@ fn a_window_that_is_known_to_be_full_is_explained_as_full_during_an_outage() {
     for path in ["/allow", "/refuse", "/both"] {
         let found = explain_of_process(&gateway, path);
         assert_eq!(found["status"], json!(gateway.get(path).expect(429).status), "{path}: {found:#}");
+    }
+}
+
+/// Once the outage is noticed, `on_outage` decides about full windows of which only the store knows whether tokens have come back:
+/// sliding ones, and those of exact rules.
+#[test]
+fn full_windows_that_only_the_store_knows_are_explained_by_their_policy() {
+    let mut redis = RedisServer::start();
+    let (mut rules, mut expected) = (String::new(), Vec::new());
+    for (policy, status) in [("allow", 200), ("refuse", 503), ("local", 429)] {
+        for (mode, sliding) in [("lease", true), ("exact", true), ("exact", false)] {
+            let name = format!("{policy}-{mode}-{sliding}");
+            rules += &format!(
+                "[rules.{name}]\nkey = \"ip\"\nwindows = [{{ limit = 2, period = \"30d\", sliding = {sliding} }}]\n\
+                 shared = \"{mode}\"\non_outage = \"{policy}\"\n\
+                 [[routes]]\npath = \"/{name}\"\nupstream = \"u\"\nrules = [\"{name}\"]\n"
+            );
+            expected.push((format!("/{name}"), status));
+        }
+    }
+    let gateway = Process::spawn(&format!(
+        "workers = 1\n[counters.shared]\nredis = \"{}\"\ntimeout = \"1s\"\n[upstreams.u]\nbuiltin = \"echo\"\n{rules}\
+         [rules.other]\nkey = \"ip\"\nwindows = [\"1000000/30d\"]\nshared = \"exact\"\n\
+         [[routes]]\npath = \"/other\"\nupstream = \"u\"\nrules = [\"other\"]\n",
+        redis.url()
+    ));
+    for (path, _) in &expected {
+        assert_eq!([0; 3].map(|_| gateway.get(path).status), [200, 200, 429], "{path}");
+    }
+    redis.kill();
+    eventually("the outage is noticed", || {
+        gateway.get("/other").expect(200);
+        gateway.metrics().sum("transom_shared_servers_unreachable", &[]) > 0
+    });
+    for (path, status) in expected {
+        assert_eq!(u64::from(gateway.get(&path).status), status, "{path}");
+        let found = explain_of_process(&gateway, &path);
+        assert_eq!(found["status"].as_u64().unwrap_or(200), status, "{path}: {found:#}");
     }
 }
 
