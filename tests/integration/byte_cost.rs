@@ -259,6 +259,30 @@ fn a_download_that_exceeds_the_limit_is_cut() {
     assert!(logged().contains("\"cut_by\":\"r\""), "{}", logged());
 }
 
+/// Of requests that it would refuse, a shadow rule counts nothing.
+#[test]
+fn a_shadow_rule_breaks_nothing_off_and_charges_what_it_would_admit() {
+    let shadow = format!("{}\non_limit = \"shadow\"", rule("8kB", "response", ", on_exceeded = \"cut\""));
+    let (upstream, proceed) = chunk_by_chunk();
+    let gateway = Gateway::start(&config(&upstream, &shadow));
+    let mut client = begin_download(&gateway);
+    for used in [5, 10, 15] {
+        proceed.send(()).unwrap();
+        client.read_chunk().unwrap();
+        eventually_used(&gateway, used);
+    }
+    drop(proceed);
+    assert_eq!(client.read_chunk(), None, "the last chunk");
+    assert_eq!(cut_transfers(&gateway), 0);
+
+    let upstream = self::upstream();
+    let gateway = Gateway::start(&config(&upstream, &shadow));
+    for used in [5, 10, 10, 10] {
+        gateway.get("/").expect(200);
+        eventually_used(&gateway, used);
+    }
+}
+
 #[test]
 fn a_download_on_a_stream_is_reset_by_a_cut() {
     let upstream = long_download();

@@ -10,7 +10,7 @@ use crate::support::client::{Client, request};
 use crate::support::gateway::Gateway;
 use crate::support::process::Process;
 use crate::support::ratelimit_parser::remaining;
-use crate::support::upstream::Upstream;
+use crate::support::upstream::{Upstream, reply};
 use crate::support::{DEADLINE, eventually, one_rule};
 
 /// A configuration with one delaying rule.
@@ -223,6 +223,24 @@ fn a_waiter_that_another_rule_refuses_is_refunded() {
     gateway.advance_s(45);
     gateway.get_with("/a3", &[("X-User", "a")]).expect(200);
     assert_eq!(delayed(&gateway), 1);
+}
+
+/// The window of its arrival has ended when it passes.
+#[test]
+fn what_a_delayed_request_was_charged_again_is_settled_by_its_response() {
+    let upstream =
+        Upstream::responding(|received| reply(200, &[("X-Cost", received.target.trim_start_matches('/'))], b""));
+    let by_cost = "cost = { response-header = \"x-cost\", reserve = 3, max = 20 }";
+    let by_status = "count_when = { status = [401] }";
+    for (setting, target, used) in [(by_cost, "/0", 0), (by_cost, "/3", 3), (by_cost, "/7", 7), (by_status, "/0", 0)] {
+        let settled = format!("[rules.c]\nkey = \"global\"\nwindows = [\"10/minute\"]\n{setting}\n[[routes]]");
+        let toml = toml(&upstream, "[\"1/minute\"]", "max_delay = \"2m\"").replace("[[routes]]", &settled);
+        let gateway = Gateway::start(&toml.replace("[\"r\"]", "[\"r\", \"c\"]"));
+        gateway.get("/1").expect(200);
+        let mut waits = send_and_wait(&gateway, target);
+        gateway.advance_s(60);
+        assert_eq!(remaining(&waits.read_response().expect(200), "c"), 10 - used, "{setting}, {target}");
+    }
 }
 
 /// In a sliding window, the charge of its arrival counts beside that of its window.
