@@ -188,6 +188,7 @@ mod tests {
             ("a.test/x", "a.test", "/x", false),
             ("localhost:8080/a%2Fb/../c", "localhost:8080", "/a%2Fb/../c", false),
             ("HTTP://[::1]:80/?q", "[::1]:80", "/?q", false),
+            ("a.test/?q=\"<x>\"", "a.test", "/?q=%22%3Cx%3E%22", false),
         ] {
             let question = question(url, &[]).unwrap();
             assert_eq!(question.parts.uri.to_string(), target, "{url}");

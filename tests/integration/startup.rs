@@ -342,7 +342,7 @@ fn check_takes_a_file_without_an_option() {
 fn a_pipe_is_read_as_a_configuration() {
     let scratch = TempDir::new();
     let file = scratch.write("gateway.toml", GOOD);
-    let script = "exec \"$0\" check --config <(cat \"$1\")";
+    let script = "exec \"$0\" check -c <(cat \"$1\")";
     let output = Command::new("bash").args(["-c", script, BINARY]).arg(&file).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success() && out.contains(": fine: 1 route"), "{out}{err}");

@@ -77,6 +77,26 @@ fn large_bodies_are_forwarded_over_tls() {
     }
 }
 
+/// The end of the connection ends such a body: with `close_notify`, a truncated one would look complete.
+#[test]
+fn a_truncated_response_to_an_http_1_0_client_ends_without_close_notify() {
+    for end in ["0\r\n\r\n", ""] {
+        let upstream = Upstream::with_script(move |connection| {
+            if connection.read_request().is_some() {
+                connection.send(format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n{end}"));
+            }
+        });
+        let (scratch, authority) = (TempDir::new(), TestCa::new());
+        let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &forward_all(&upstream)));
+        let mut client = TlsClient::trusting(&authority).connect(gateway.https_addresses()[0], "a.test");
+        client.send("GET /a HTTP/1.0\r\nHost: a.test\r\n\r\n");
+        let mut received = Vec::new();
+        let is_complete = client.stream.read_to_end(&mut received).is_ok();
+        assert!(received.ends_with(b"\r\n\r\nabc"), "{}", String::from_utf8_lossy(&received));
+        assert_eq!(is_complete, !end.is_empty());
+    }
+}
+
 /// The result of curl: its exit code, and the status with the HTTP version.
 fn curl(authority: &TestCa, address: SocketAddr, arguments: &[&str]) -> (Option<i32>, String) {
     let scratch = TempDir::new();
