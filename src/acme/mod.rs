@@ -327,12 +327,7 @@ impl Orderer {
     async fn order_certificate(&self, tokens: &mut Vec<String>) -> Result<IssuedCertificate, String> {
         let acme = &self.order.acme;
         let account = self.account().await?;
-        let identifiers: Vec<Identifier> = acme.domains.iter().cloned().map(Identifier::Dns).collect();
-        let mut new_order = NewOrder::new(&identifiers);
-        if let Some(profile) = &acme.profile {
-            new_order = new_order.profile(profile);
-        }
-        let mut order = account.new_order(&new_order).await.map_err(shown)?;
+        let mut order = self.begin_order(&account).await.map_err(shown)?;
         self.answer_challenges(&mut order, tokens).await?;
         let polling = RetryPolicy::new().timeout(POLL_TIMEOUT);
         match order.poll_ready(&polling).await {
@@ -351,6 +346,29 @@ impl Orderer {
             Some(missing) => Err(format!("the certificate that was issued lacks the name `{missing}`")),
             None => Ok(IssuedCertificate { text, certificate }),
         }
+    }
+
+    /// The order, which names the certificate that it renews (RFC 9773, section 5). An authority that does not accept that, for example
+    /// because another order has renewed it, gets an order without.
+    async fn begin_order(&self, account: &Account) -> Result<Order, instant_acme::Error> {
+        let acme = &self.order.acme;
+        let identifiers: Vec<Identifier> = acme.domains.iter().cloned().map(Identifier::Dns).collect();
+        let new_order = || match &acme.profile {
+            Some(profile) => NewOrder::new(&identifiers).profile(profile),
+            None => NewOrder::new(&identifiers),
+        };
+        let renewed = self.in_use.as_ref().filter(|in_use| in_use.is_of(&acme.directory));
+        if let Some(id) = renewed.and_then(|in_use| identifier(&in_use.certificate)) {
+            match account.new_order(&new_order().replaces(id)).await {
+                // The authority has no renewal information.
+                Err(instant_acme::Error::Unsupported(_)) => {}
+                Err(error) if !is_rate_limit(&error) => {
+                    tracing::info!(domains = self.names(), "ordered without the certificate that it renews: {error}");
+                }
+                other => return other,
+            }
+        }
+        account.new_order(&new_order()).await
     }
 
     /// Publishes the answers to the challenges of an order, and has the authority validate them. Each further attempt uses the other
@@ -432,6 +450,11 @@ async fn rejection(order: &mut Order) -> String {
         }
     }
     String::from("the authority has rejected the order")
+}
+
+fn is_rate_limit(error: &instant_acme::Error) -> bool {
+    matches!(error, instant_acme::Error::Api(problem)
+        if problem.r#type.as_deref() == Some("urn:ietf:params:acme:error:rateLimited"))
 }
 
 fn shown(error: instant_acme::Error) -> String {

@@ -1,24 +1,33 @@
 //! Certificates that an authority issues: against Pebble, with a DNS server that resolves all names to this machine.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::os::unix::fs::PermissionsExt as _;
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use serde_json::Value;
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use serde_json::{Value, json};
 
 use crate::support::external_servers::program;
 use crate::support::gateway::Gateway;
 use crate::support::process::ProcessGroup;
 use crate::support::redis::{RedisServer, free_port};
 use crate::support::test_ca::TestCa;
+use crate::support::tls::{self, TlsClient};
+use crate::support::upstream::{self, ReceivedRequest, Upstream};
 use crate::support::{TempDir, eventually, eventually_within};
 
 /// An authority for tests, with its DNS server.
 struct Pebble {
     directory: String,
     management: u16,
+    /// The authority of its own certificate, not of those that it issues.
+    own_ca: TestCa,
     scratch: TempDir,
     _processes: [ProcessGroup; 2],
 }
@@ -40,7 +49,7 @@ impl Pebble {
         scratch.write("ca.pem", &authority.pem);
         scratch.write("own.pem", &own.pem);
         scratch.write("own.key", &own.key_pem);
-        let settings = serde_json::json!({"pebble": {
+        let settings = json!({"pebble": {
             "listenAddress": format!("127.0.0.1:{acme}"), "managementListenAddress": format!("127.0.0.1:{management}"),
             "certificate": scratch.path().join("own.pem"), "privateKey": scratch.path().join("own.key"),
             "httpPort": http_port, "tlsPort": tls_port, "ocspResponderURL": "", "externalAccountBindingRequired": !external_accounts.is_null(), "externalAccountMACKeys": external_accounts,
@@ -73,7 +82,7 @@ impl Pebble {
             eventually("the authority listens", || TcpStream::connect(("127.0.0.1", port)).is_ok());
         }
         let directory = format!("https://127.0.0.1:{acme}/dir");
-        Pebble { directory, management, scratch, _processes: processes }
+        Pebble { directory, management, own_ca: authority, scratch, _processes: processes }
     }
 
     /// The setting `acme` for these names.
@@ -130,6 +139,92 @@ fn expiry_s(gateway: &Gateway, name: &str) -> u64 {
 
 fn now_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()
+}
+
+/// A server before Pebble that adds renewal information (RFC 9773), which Debian's version lacks: it suggests the renewal of the first
+/// certificates at once, and accepts, rejects or ignores `replaces`, in this order.
+struct RenewalInfo {
+    directory: String,
+    _tls: Gateway,
+    upstream: Upstream,
+}
+
+/// The value of `replaces` in an order: the payload of its JWS.
+fn replaced(order: &ReceivedRequest) -> Option<String> {
+    let jws: Value = serde_json::from_slice(&order.body).unwrap();
+    let payload = URL_SAFE_NO_PAD.decode(jws["payload"].as_str().unwrap()).unwrap();
+    serde_json::from_slice::<Value>(&payload).unwrap()["replaces"].as_str().map(str::to_owned)
+}
+
+impl RenewalInfo {
+    fn before(pebble: &Pebble) -> RenewalInfo {
+        let client = TlsClient::trusting(&pebble.own_ca);
+        let authority: SocketAddr = pebble.directory[8..].trim_end_matches("/dir").parse().unwrap();
+        let (renewals, asked) = (AtomicUsize::new(0), Mutex::new(BTreeSet::new()));
+        let upstream = Upstream::responding(move |request| {
+            let json = [("content-type", "application/json"), ("retry-after", "21600")];
+            if let Some(id) = request.target.strip_prefix("/renewal-info/") {
+                let mut asked = asked.lock().unwrap();
+                asked.insert(id.to_owned());
+                let year = if asked.len() <= 3 { 2020 } else { 2090 };
+                let window =
+                    json!({"start": format!("{year}-01-01T00:00:00Z"), "end": format!("{year}-01-02T00:00:00Z")});
+                let body = json!({ "suggestedWindow": window }).to_string();
+                return upstream::reply(200, &json, body.as_bytes());
+            }
+            let renewed = (request.target == "/order-plz").then(|| replaced(request)).flatten();
+            let renewal = renewed.as_ref().map(|_| renewals.fetch_add(1, Ordering::SeqCst));
+            if renewal == Some(1) {
+                let problem = json!({"type": "urn:ietf:params:acme:error:alreadyReplaced", "detail": "renewed already", "status": 409});
+                return upstream::reply(
+                    409,
+                    &[("content-type", "application/problem+json")],
+                    problem.to_string().as_bytes(),
+                );
+            }
+            let host = request.field("host").unwrap();
+            let kind = request.field("content-type").map(|kind| ("content-type", kind));
+            let fields: Vec<(&str, &str)> = [("host", host), ("user-agent", "test")].into_iter().chain(kind).collect();
+            let mut connection = client.connect(authority, "127.0.0.1");
+            let mut response = connection.request(&request.method, &request.target, &fields, &request.body);
+            let change = |body: &mut Vec<u8>, name: &str, value: &str| {
+                let mut text: Value = serde_json::from_slice(body).unwrap();
+                text[name] = value.into();
+                *body = text.to_string().into_bytes();
+            };
+            match renewed {
+                Some(id) if renewal == Some(0) => change(&mut response.body, "replaces", &id),
+                _ if request.target == "/dir" => {
+                    change(&mut response.body, "renewalInfo", &format!("https://{host}/renewal-info"));
+                }
+                _ => {}
+            }
+            let hop = ["content-length", "transfer-encoding", "connection"];
+            let fields = response.fields.iter().filter(|(name, _)| !hop.contains(&name.as_str()));
+            let fields: Vec<(&str, &str)> = fields.map(|(name, value)| (name.as_str(), value.as_str())).collect();
+            upstream::reply(response.status, &fields, &response.body)
+        });
+        let scratch = TempDir::new();
+        let listen = tls::listen(&scratch, &pebble.own_ca.issue(&["127.0.0.1"]), "");
+        let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
+        let tls = Gateway::start(&format!("{listen}{}{route}", upstream.toml("u")));
+        let directory = format!("https://{}/dir", tls.https_addresses()[0]);
+        RenewalInfo { directory, _tls: tls, upstream }
+    }
+
+    /// The values of `replaces` of the orders so far.
+    fn replaced(&self) -> Vec<Option<String>> {
+        self.upstream.received().iter().filter(|request| request.target == "/order-plz").map(replaced).collect()
+    }
+
+    /// The certificates about which it was asked, in order.
+    fn asked(&self) -> Vec<String> {
+        let received = self.upstream.received();
+        let ids = received.iter().filter_map(|request| request.target.strip_prefix("/renewal-info/"));
+        let mut ids: Vec<String> = ids.map(str::to_owned).collect();
+        ids.dedup();
+        ids
+    }
 }
 
 const ROUTE: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
@@ -227,7 +322,7 @@ fn a_failed_order_leaves_the_certificate_in_use() {
 fn an_account_that_cannot_be_stored_is_not_registered_twice() {
     let https = free_port();
     let key = "zWNDZM6eQGHWpSRTPal5eIUYFTu7EajVIoguysqZ9wG44nMEtx3MUAsUDkMTQ12W";
-    let pebble = Pebble::start(1, https, 3600, "0", &serde_json::json!({ "kid-1": key }));
+    let pebble = Pebble::start(1, https, 3600, "0", &json!({ "kid-1": key }));
     let storage = pebble.scratch.path().join("acme");
     let port = pebble.directory.rsplit_once(':').unwrap().1.trim_end_matches("/dir");
     // The draft of the account cannot be written.
@@ -277,4 +372,33 @@ fn expired_certificates_and_those_of_other_authorities_are_not_kept() {
     assert!(text.contains(&pebble.directory), "{text}");
     fs::write(&file, text.replace(&pebble.directory, "https://other.test/dir")).unwrap();
     assert_ne!(issue(), first);
+}
+
+/// The certificate is renewed when the authority suggests it, and the order names the certificate that it renews. An authority that
+/// rejects or ignores that name gets an order without it.
+#[test]
+fn the_authority_suggests_renewals_and_learns_what_they_replace() {
+    let https = free_port();
+    let mut pebble = Pebble::start(1, https, 200, "0", &Value::Null);
+    let authority = RenewalInfo::before(&pebble);
+    pebble.directory.clone_from(&authority.directory);
+    let toml = format!(
+        "[listen]\nadmin = \"127.0.0.1:0\"\n[listen.https]\naddress = \"127.0.0.1:{https}\"\n{}{ROUTE}",
+        pebble.toml(&["renewed.gateway.test"], &pebble.scratch.path().join("acme").display().to_string())
+    );
+    let gateway = Gateway::start_at(&toml, now_s());
+    let mut serials = BTreeSet::new();
+    for renewals in 0..=3 {
+        eventually_within(Duration::from_secs(60), "the certificate is renewed", || {
+            orders(&gateway, "issued") == renewals + 1
+        });
+        serials.insert(serial(gateway.https_addresses()[0], "renewed.gateway.test"));
+        // Longer than the pause between two orders, shorter than the time to the renewal without a suggestion.
+        gateway.advance_s(5);
+    }
+    assert_eq!(serials.len(), 4);
+    eventually("the authority was asked about the last certificate", || authority.asked().len() == 4);
+    let [first, second, third] = [0, 1, 2].map(|number| Some(authority.asked()[number].clone()));
+    assert_eq!(authority.replaced(), [None, first, second, None, third, None]);
+    assert_eq!(orders(&gateway, "failed"), 0);
 }
