@@ -4,9 +4,11 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-use crate::support::eventually;
 use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT, count_admitted_by, rule_by_key, shared_config};
+use crate::support::process::Process;
 use crate::support::redis_cluster::RedisCluster;
+use crate::support::test_ca::TestCa;
+use crate::support::{TempDir, eventually};
 
 fn config(cluster: &RedisCluster, mode: &str, rules: &str) -> String {
     shared_config(&cluster.urls(), &format!("mode = \"{mode}\"\n{LONG_TIMEOUT}"), rules)
@@ -34,6 +36,30 @@ fn counters_of_one_request_may_be_in_different_slots() {
         assert!((least..=50).contains(&admitted_in_all), "{mode}: {admitted_in_all}");
         let key = counter(&cluster, &format!("{prefix}:{{all|}}"));
         assert_eq!(cluster.cli(&key, &["GET", &key]), "50", "{mode}");
+    }
+}
+
+/// The certificates are for a name, and the nodes announce addresses.
+#[test]
+fn a_cluster_with_tls_that_announces_addresses_is_used_by_its_server_name() {
+    let (authority, scratch) = (TestCa::new(), TempDir::new());
+    let cluster = RedisCluster::with_tls_for(&["redis.internal"], &authority);
+    let ca = scratch.write("ca.pem", &authority.pem);
+    for mode in ["exact", "lease"] {
+        let toml = |server_name: &str| {
+            let tls = format!("prefix = \"{mode}\"\nca = \"{}\"\nserver_name = \"{server_name}\"", ca.display());
+            config(&cluster, mode, RULES).replacen("\n[upstreams", &format!("\n{tls}\n[upstreams"), 1)
+        };
+        let gateways = GatewayGroup::start(2, &toml("redis.internal"));
+        let admitted: usize = (0..4).map(|client| gateways.count_admitted(&format!("client-{client}"), 15)).sum();
+        let least = if mode == "exact" { 50 } else { 45 };
+        assert!((least..=50).contains(&admitted), "{mode}: {admitted}");
+        let key = counter(&cluster, &format!("{mode}:{{all|}}"));
+        assert_eq!(cluster.cli(&key, &["GET", &key]), "50", "{mode}");
+        let gateway = Process::spawn(&toml("other.internal"));
+        assert_eq!(gateway.client().get_with("/a", &[("X-Key", "a")]).status, 503, "{mode}");
+        let log = gateway.wait_for_stderr("shared counters cannot be reached");
+        assert!(log.contains("not valid for name") && log.contains("; write `server_name = "), "{mode}: {log}");
     }
 }
 

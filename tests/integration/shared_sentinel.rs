@@ -1,9 +1,10 @@
 //! Gateways that find Redis through Sentinels: when the master dies and the replica is promoted, counting continues.
 
-use crate::support::eventually;
-use crate::support::gateway_group::{GatewayGroup, count_admitted_by, rule_by_key, shared_config};
+use crate::support::gateway_group::{GatewayGroup, LONG_TIMEOUT, count_admitted_by, rule_by_key, shared_config};
+use crate::support::process::Process;
 use crate::support::redis::RedisServer;
 use crate::support::sentinel::{MASTER, Sentinels};
+use crate::support::{TempDir, eventually};
 
 #[test]
 fn counting_continues_on_the_promoted_replica() {
@@ -70,4 +71,34 @@ fn a_demoted_master_with_min_replicas_stops_counting() {
         status == 429
     });
     assert_eq!((admitted, counted()), (LIMIT, LIMIT));
+}
+
+/// The servers and the sentinel each have a login of their own.
+#[test]
+fn sentinels_with_a_login_of_their_own_name_the_master() {
+    let master = RedisServer::with_config("requirepass of-servers");
+    let (sentinels, scratch) = (Sentinels::start_one(&master, "of-sentinels"), TempDir::new());
+    let servers = scratch.write("servers", "of-servers\n").display().to_string();
+    let own = scratch.write("sentinels", "of-sentinels\n").display().to_string();
+    let toml = |mode: &str, login: &str| {
+        let settings = format!(
+            "sentinel_master = \"{MASTER}\"\nprefix = \"{mode}\"\npassword_file = \"{servers}\"\nmode = \"{mode}\"\n{LONG_TIMEOUT}{login}"
+        );
+        shared_config(&sentinels.urls(), &settings, &rule_by_key("[\"30/30d\"]", ""))
+    };
+    let login = format!("sentinel_username = \"default\"\nsentinel_password_file = \"{own}\"");
+    for mode in ["exact", "lease"] {
+        let gateways = GatewayGroup::start(2, &toml(mode, &login));
+        let admitted = gateways.count_admitted("alice", 10);
+        let least = if mode == "exact" { 30 } else { 27 };
+        assert!((least..=30).contains(&admitted), "{mode}: {admitted}");
+        let key = master.keys().into_iter().find(|key| key.starts_with(&format!("{mode}:")) && key.contains("alice"));
+        assert_eq!(master.integer(&["GET", &key.unwrap()]), 30, "{mode}");
+    }
+    for login in [String::new(), format!("sentinel_password_file = \"{servers}\"")] {
+        let gateway = Process::spawn(&toml("exact", &login));
+        assert_eq!(gateway.client().get_with("/a", &[("X-Key", "bob")]).status, 503, "{login}");
+        let log = gateway.wait_for_stderr("shared counters cannot be reached");
+        assert!(log.contains("; write the login of the sentinels: `sentinel_password_file`"), "{login}: {log}");
+    }
 }

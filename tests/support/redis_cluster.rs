@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 use super::eventually;
 use super::external_servers;
 use super::redis::RedisServer;
+use super::test_ca::TestCa;
 
 /// Lines of redis.conf for every node.
 const NODE_CONFIG: &str = "cluster-enabled yes\ncluster-node-timeout 2000\ncluster-require-full-coverage no";
@@ -23,10 +24,22 @@ impl RedisCluster {
     pub fn with_config(lines: &str) -> RedisCluster {
         let nodes: Vec<RedisServer> =
             (0..3).map(|_| RedisServer::with_config(&format!("{NODE_CONFIG}\n{lines}"))).collect();
+        RedisCluster::create(nodes, &[])
+    }
+
+    /// With TLS, and certificates for these names alone: the nodes announce addresses.
+    pub fn with_tls_for(names: &[&str], authority: &TestCa) -> RedisCluster {
+        let lines = format!("{NODE_CONFIG}\ntls-cluster yes\ntls-replication yes\ncluster-announce-ip 127.0.0.1");
+        let nodes = (0..3).map(|_| RedisServer::with_tls_for(names, authority, &lines)).collect();
+        RedisCluster::create(nodes, &["--tls", "--insecure"])
+    }
+
+    fn create(nodes: Vec<RedisServer>, options: &[&str]) -> RedisCluster {
         let addresses = nodes.iter().map(|node| format!("127.0.0.1:{}", node.port));
         let created = Command::new("timeout")
             .arg("60")
             .arg(external_servers::program("redis-cli"))
+            .args(options)
             .args(["--cluster", "create"])
             .args(addresses)
             .arg("--cluster-yes")

@@ -106,7 +106,7 @@ const COMPLETE_CLUSTER: Check = (
 );
 
 /// Fixes in the gateway's configuration for errors that have one of these words; the first match applies.
-const FIXES: [(&str, &str); 16] = [
+const FIXES: [(&str, &str); 14] = [
     ("NOPERM|ACL failure|can't run", "grant the user the rights: `ACL SETUSER NAME on >PASSWORD KEYS RIGHTS`"),
     (
         "DB index|switch database",
@@ -126,9 +126,13 @@ const FIXES: [(&str, &str); 16] = [
     ),
     ("not valid for name", "write `server_name = \"NAME\"` with a name that its certificate has"),
     ("CertificateRequired|HandshakeFailure", "it requires a client certificate: write `certificate` and `private_key`"),
+    ("InvalidContentType|corrupt message", "it does not use TLS at this port: write `redis://`, or its TLS port"),
+];
+
+/// As [`FIXES`], for errors that may pass without a change of the configuration.
+const REACHABILITY_FIXES: [(&str, &str); 2] = [
     ("refused|No such file|denied", "check that it runs and listens there (`bind`, `port`, `unixsocket`)"),
     ("no reply|imed out|end of|reset|roken", "check the address; for TLS write `rediss://`, else write `redis://`"),
-    ("InvalidContentType|corrupt message", "it does not use TLS at this port: write `redis://`, or its TLS port"),
 ];
 
 /// The fix where a sentinel rejects the login.
@@ -244,9 +248,7 @@ impl Diagnosis<'_> {
         }
         .await;
         findings.extend(examined.err().map(|why| match self.error(&why, KEYS) {
-            error if role == "sentinel" && ["NOAUTH", "not accept the user"].iter().any(|word| why.contains(word)) => {
-                Finding { fix: SENTINEL_LOGIN.to_owned(), ..error }
-            }
+            error if role == "sentinel" && is_login_error(&why) => Finding { fix: SENTINEL_LOGIN.to_owned(), ..error },
             error => error,
         }));
         findings.sort_by_key(|finding| finding.severity);
@@ -303,11 +305,30 @@ impl Diagnosis<'_> {
 
     /// A problem with its fix. `keys` are the keys that the user must have the right to.
     fn error(&self, why: &str, keys: &str) -> Finding {
-        let known = FIXES.iter().find(|(words, _)| words.split('|').any(|word| why.contains(word)));
+        let known = FIXES.iter().chain(&REACHABILITY_FIXES).find(|(words, _)| has_word(why, words));
         let fix = known.map_or("", |(_, fix)| fix).replace("KEYS", keys).replace("RIGHTS", COMMANDS);
         let fix = fix.replace("PREFIX", &self.settings.prefix);
         Finding { severity: Problem, text: log_excerpt(why), fix }
     }
+}
+
+/// What to change in the configuration for this error, if that is certain and needs no details; else empty. `why` begins with
+/// "sentinel" for the error of one.
+pub fn settings_fix(why: &str) -> &'static str {
+    if why.starts_with("sentinel ") && is_login_error(why) {
+        return SENTINEL_LOGIN;
+    }
+    let known = FIXES.iter().find(|(words, _)| has_word(why, words));
+    known.filter(|(_, fix)| !fix.contains("KEYS")).map_or("", |(_, fix)| fix)
+}
+
+fn is_login_error(why: &str) -> bool {
+    has_word(why, "NOAUTH|not accept the user")
+}
+
+/// Whether a text has one of the words, which are separated by `|`.
+fn has_word(text: &str, words: &str) -> bool {
+    words.split('|').any(|word| text.contains(word))
 }
 
 /// The finding about a server that does not execute `INFO`.

@@ -30,16 +30,18 @@ pub struct WorkerOutage {
 }
 
 impl OutageLog {
-    /// A worker cannot reach a server. `decisions`: how many decisions it has made without the store so far.
-    pub fn begin(self: &Arc<OutageLog>, server: ServerId, why: &str, decisions: u64) -> WorkerOutage {
+    /// A worker cannot reach a server. `fix`: what to change in the configuration, or empty. `decisions`: how many
+    /// decisions it has made without the store so far.
+    pub fn begin(self: &Arc<OutageLog>, server: ServerId, (why, fix): (&str, &str), decisions: u64) -> WorkerOutage {
         let mut outages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let outage = outages.entry(server).or_default();
         outage.workers += 1;
         let is_first = outage.workers == 1;
         if is_first {
+            let why = log_excerpt(why);
+            let separator = if fix.is_empty() { "" } else { "; " };
             tracing::warn!(
-                "shared counters cannot be reached, each rule follows its `on_outage`: {}",
-                log_excerpt(why)
+                "shared counters cannot be reached, each rule follows its `on_outage`: {why}{separator}{fix}"
             );
         }
         WorkerOutage { log: Arc::clone(self), server, decisions_before: decisions, has_ended: false, is_first }

@@ -70,7 +70,7 @@ impl Sentinels {
             let open = self.connection.borrow().clone().filter(|connection| connection.is_usable());
             let connection = match open {
                 Some(connection) => connection,
-                None => connector.open_sentinel(node).await?,
+                None => connector.open_sentinel(node).await.map_err(|why| format!("sentinel {why}"))?,
             };
             self.connection.replace(Some(Rc::clone(&connection)));
             let mut command = redis::cmd("SENTINEL");
