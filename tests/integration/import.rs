@@ -148,7 +148,18 @@ fn nginx(text: &str) -> ExternalServer {
 const KEY: &[(&str, &str)] = &[("X-Api-Key", "k1")];
 
 /// For each sample, requests to all of its locations.
-const NGINX: [(&str, &[Requests]); 10] = [
+const NGINX: [(&str, &[Requests]); 11] = [
+    (
+        "blocklist",
+        &[
+            get("/a", 2),
+            get("/closed/a", 2),
+            get("/one/a", 2),
+            get("/read/a", 1),
+            get("/read/a", 1).by("HEAD"),
+            get("/read/a", 1).by("POST"),
+        ],
+    ),
     (
         "api-gateway",
         &[get("/api/a?x=1", 40), get("/api/search?q=1", 20), get("/api", 1), get("/health", 5), get("/elsewhere", 1)],
@@ -566,6 +577,8 @@ fn an_ingress_is_imported() {
     check("three-limits", &[(get("/a", 40), 200, 20)]);
     check("addresses", &[(get("/a", 1), 403, 0)]);
     check("credentials", &[(get("/private/a", 1), 403, 0)]);
+    // Not redirected, as the report says.
+    check("https-in-front", &[(get("/a", 1).at("shop.example.com"), 200, 1)]);
     check("list", &[(get("/a", 2), 200, 2)]);
     check("old", &[(get("/a", 1).at("old.example.com"), 301, 1)]);
     check(

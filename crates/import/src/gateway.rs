@@ -73,6 +73,8 @@ pub fn one_or_list(mut values: Vec<String>) -> Value {
 pub struct Section {
     pub comments: Vec<String>,
     pub settings: Vec<(String, Value)>,
+    /// Networks that a route refuses, by a second route for them.
+    pub denied: Vec<String>,
 }
 
 impl Section {
@@ -100,7 +102,7 @@ impl Section {
 
     /// Whether a route limits requests, or refuses some.
     pub fn restricts(&self) -> bool {
-        ["rules", "allow", "respond"].iter().any(|name| self.get(name).is_some())
+        !self.denied.is_empty() || ["rules", "allow", "respond"].iter().any(|name| self.get(name).is_some())
     }
 
     /// Whether a route refuses all requests.
@@ -146,6 +148,7 @@ impl Section {
     /// Responds instead of forwarding.
     pub fn close(&mut self, status: u64) {
         self.settings.retain(|(name, _)| ["name", "rules"].contains(&name.as_str()));
+        self.denied.clear();
         self.set("respond", table([("status", status.into())]));
     }
 

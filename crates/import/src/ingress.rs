@@ -117,6 +117,12 @@ impl<'d> Importer<'d> {
             let why = "certificates are in Secrets: mount them, and write [listen.https]; requests without TLS are not redirected";
             tls.note_at(&mut self.gateway, &mut section, Effect::LeftOut, why);
         }
+        let redirect = annotations.entry("force-ssl-redirect").filter(|_| annotations.is_on("force-ssl-redirect"));
+        if let (Some(redirect), None) = (redirect, spec.get("tls")) {
+            let why = "requests without TLS are not redirected: name the proxy that ends TLS in `trusted_proxies`, and write a \
+                       route with `scheme = \"http\"` and `redirect`";
+            redirect.note_at(&mut self.gateway, &mut section, Effect::LeftOut, why);
+        }
         let rules = self.limits(&annotations, name);
         let mut routes = Vec::new();
         for rule in spec.list_of("rules") {

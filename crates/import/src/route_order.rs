@@ -52,7 +52,7 @@ pub fn keep_order(gateway: &mut Gateway, product: &str) {
                 continue;
             }
             let path = path.unwrap_or_default();
-            let mut section = Section { comments: Vec::new(), settings: one.actions().cloned().collect() };
+            let mut section = Section { settings: one.actions().cloned().collect(), ..Section::default() };
             section.comment(format!(
                 "Requests that match `{}` and `{}`: {product} takes the former.",
                 one.shown(),

@@ -56,7 +56,7 @@ fn write_named(out: &mut String, kind: &str, named: &Named) {
 }
 
 fn write_route(out: &mut String, route: &Route) {
-    let mut section = Section { comments: route.section.comments.clone(), settings: Vec::new() };
+    let mut section = Section { comments: route.section.comments.clone(), ..Section::default() };
     if let Some(scheme) = route.scheme {
         section.set("scheme", scheme);
     }

@@ -459,8 +459,8 @@ impl<'d> Importer<'d> {
         let by_host = criterion.and_then(|criterion| criterion.bool_of("requestHost"));
         if let Some(header) = header {
             section.set("key", format!("header:{}", header.to_lowercase()));
-            section.set("on_missing_key", "ip");
-            section.comment("Requests without the field count by address; in Traefik they count together.");
+            // As one client, whose name is empty.
+            section.set("on_missing_key", "global");
         } else if by_host == Some(true) || criterion.is_none() && kind.key == "inFlightReq" {
             section.set("key", "host");
         } else {

@@ -52,6 +52,8 @@ enum Access {
     All,
     Closed,
     Only(Vec<String>),
+    /// All but these.
+    Except(Vec<String>),
 }
 
 /// Directives of locations for files and for other protocols than HTTP.
@@ -67,12 +69,12 @@ const OTHER_HANDLERS: [&str; 7] = [
 ];
 /// Directives that require credentials.
 const AUTHENTICATION: [&str; 4] = ["auth_basic", "auth_request", "auth_jwt", "secure_link"];
-/// Longer lists are those of denied networks.
+/// Longer lists are written as the denied networks, if these are fewer.
 const LISTED_NETWORKS: usize = 16;
 /// Most patterns of a location.
 const PATTERNS_MAX: usize = 256;
-/// Longest list of networks in `allow`.
-const NETWORKS_MAX: usize = 256;
+/// Longest list of networks.
+const NETWORKS_MAX: usize = 10_000;
 
 impl<'d> Importer<'d> {
     pub(super) fn add_locations(&mut self, server: &Server<'d>, routes: &ServerRoutes) {
@@ -352,6 +354,7 @@ impl<'d> Importer<'d> {
                 section.set("rewrite", to);
                 path = named;
             }
+            let denied = std::mem::take(&mut section.denied);
             let route = Route {
                 hosts: routes.hosts.clone(),
                 path,
@@ -361,7 +364,14 @@ impl<'d> Importer<'d> {
                 section,
                 ..Route::default()
             };
-            self.gateway.add_route(route, &directive.position);
+            let refusal = (!denied.is_empty()).then(|| {
+                let mut section = Section::default();
+                section.close(403);
+                Route { networks: denied, section, ..route.clone() }
+            });
+            for route in [Some(route), refusal].into_iter().flatten() {
+                self.gateway.add_route(route, &directive.position);
+            }
         }
     }
 
@@ -507,7 +517,7 @@ impl<'d> Importer<'d> {
         let is_on = |directive: &&Directive| directive.argument() != "off";
         let authentication = AUTHENTICATION.iter().find_map(|name| scope.one(name)).filter(is_on);
         if let Some(authentication) = authentication {
-            let is_network_enough = satisfy_any && matches!(access, Access::Only(_));
+            let is_network_enough = satisfy_any && matches!(access, Access::Only(_) | Access::Except(_));
             let why = match is_network_enough {
                 true => "the gateway checks no such credentials: only the networks are admitted",
                 false => "the gateway checks no such credentials: the route is closed",
@@ -523,19 +533,23 @@ impl<'d> Importer<'d> {
         match access {
             Access::All => {}
             Access::Closed => section.close(403),
-            Access::Only(networks) => {
-                if networks.len() > LISTED_NETWORKS {
-                    section.comment("`allow` has all networks but those that are denied.");
-                }
-                section.set("allow", one_or_list(networks));
-            }
+            Access::Only(networks) => section.set("allow", one_or_list(networks)),
+            Access::Except(networks) => section.denied = networks,
         }
     }
 
     /// The first directive that matches decides.
     fn access(&mut self, section: &mut Section, scope: &Scope<'d>) -> Access {
-        let (mut admitted, mut left) = (Vec::new(), Network::ALL.to_vec());
-        for directive in scope.all(&["allow", "deny"]) {
+        let (mut admitted, mut denied, mut left) = (Vec::new(), Vec::new(), Network::ALL.to_vec());
+        let directives = scope.all(&["allow", "deny"]);
+        // All but some networks, of which there may be thousands.
+        let is_all = |directive: &&Directive| directive.argument() == "all";
+        let but_last = directives.split_last().filter(|(last, _)| last.name == "allow" && is_all(last));
+        let is_exclusion = but_last
+            .map_or(&directives[..], |(_, others)| others)
+            .iter()
+            .all(|directive| directive.name == "deny" && !is_all(directive));
+        for directive in &directives {
             let networks = match directive.argument() {
                 "all" => Network::ALL.to_vec(),
                 "unix:" if directive.name == "allow" => {
@@ -556,20 +570,33 @@ impl<'d> Importer<'d> {
                 },
             };
             directive.mark(Fate::Translated);
+            if is_exclusion {
+                denied.extend(networks.into_iter().filter(|_| directive.name == "deny"));
+                continue;
+            }
             for network in networks {
-                if directive.name == "allow" {
-                    admitted.extend(intersection(&left, &network));
-                }
+                let decided = if directive.name == "allow" { &mut admitted } else { &mut denied };
+                decided.extend(intersection(&left, &network));
                 left = difference(&left, &network);
             }
         }
         admitted.extend(left);
-        admitted.sort();
-        match admitted {
-            all if all == Network::ALL => Access::All,
-            none if none.is_empty() => Access::Closed,
-            many if many.len() > NETWORKS_MAX => Access::Closed,
-            some => Access::Only(some.iter().map(ToString::to_string).collect()),
+        let is_shorter = is_exclusion || admitted.len() > LISTED_NETWORKS && denied.len() < admitted.len();
+        let listed = if is_shorter { &mut denied } else { &mut admitted };
+        listed.sort();
+        listed.dedup();
+        if listed.len() > NETWORKS_MAX {
+            let why = "with the other lists of the location, too many networks to list: the route is closed";
+            directives.last().into_iter().for_each(|last| self.note_at(section, Effect::Stricter, last, why));
+            return Access::Closed;
+        }
+        let texts = || listed.iter().map(ToString::to_string).collect();
+        match is_shorter {
+            true if listed.is_empty() => Access::All,
+            true => Access::Except(texts()),
+            false if listed.is_empty() => Access::Closed,
+            false if listed[..] == Network::ALL => Access::All,
+            false => Access::Only(texts()),
         }
     }
 

@@ -305,7 +305,7 @@ impl<'d> Importer<'d> {
                 comments.push(format!("{name} = \"{text}\""));
             }
         }
-        self.gateway.https.push(Section { comments, settings: Vec::new() });
+        self.gateway.https.push(Section { comments, ..Section::default() });
         for directive in unreadable {
             self.note(Effect::LeftOut, directive, "the file cannot be read here");
         }
