@@ -15,7 +15,7 @@ use super::diagnostics::{quoted, quoted_list};
 use super::key::OnUnknownKey;
 use super::key_kind::{BEARER, HEADER, KeyKind, Variety, is_secret_part};
 use super::listen_address::ListenSocket;
-use super::path::{Segment, WildcardSegment};
+use super::path::{Segment, WildcardSegment, is_param_name};
 use super::response_body;
 use super::route::Route;
 use super::route_actions::LocalResponse;
@@ -90,6 +90,7 @@ pub fn messages(config: &Config) -> Vec<LintMessage> {
     messages.extend(literals_in_refusals(config));
     let routes = config.routes.iter().filter_map(|route| path_without_subpaths(config, route));
     let warnings = routes
+        .chain(config.routes.iter().filter_map(end_like_a_parameter))
         .chain(exposed_admin_address(config))
         .chain(short_token(config))
         .chain(exposed_forward_auth(config))
@@ -351,6 +352,22 @@ fn path_without_subpaths(config: &Config, route: &Route) -> Option<String> {
         quoted(&format!("{prefix}/x")),
         quoted(&format!("{prefix}/{{*rest}}"))
     ))
+}
+
+/// Warns of a path that ends with a segment such as `*path`, with which gin, Express and Rails match the rest of the path.
+fn end_like_a_parameter(route: &Route) -> Option<String> {
+    let Segment::Wildcards(WildcardSegment { texts, names }) = route.path.segments.last()? else { return None };
+    let ([start, name], [None]) = (&**texts, &**names) else { return None };
+    (start.is_empty() && is_param_name(name)).then(|| {
+        format!(
+            "the route {} matches one segment that ends with {}: write {} to match the rest of the path, or {} if only one \
+             segment is meant",
+            quoted(&route.name),
+            quoted(name),
+            quoted(&format!("{{*{name}}}")),
+            quoted(&format!("{{start}}{name}"))
+        )
+    })
 }
 
 /// Warns of a route whose responses the gateway makes, if a rule reads their usage.
@@ -971,6 +988,27 @@ mod tests {
                 found.iter().all(|text| text.contains("api/{*rest}` to match all paths below it, or `")),
                 "{found:?}"
             );
+        }
+    }
+
+    #[test]
+    fn an_end_like_a_parameter_of_other_routers_is_reported() {
+        for (path, is_reported) in [
+            ("/static/*filepath", true),
+            ("/{tenant}/*path", true),
+            ("/static/{start}filepath", false),
+            ("/static/*.css", false),
+            ("/static/*-path", false),
+            ("/static/v*path", false),
+            ("/*path/x", false),
+        ] {
+            let text = format!(
+                "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"{path}\"\nupstream = \"u\"\nname = \"r\"\n"
+            );
+            let found = messages_of(&text);
+            assert_eq!(found.len(), usize::from(is_reported), "{path}: {found:?}");
+            let start = "warning: the route `r` matches one segment that ends with `";
+            assert!(found.iter().all(|text| text.starts_with(start)), "{path}: {found:?}");
         }
     }
 

@@ -414,16 +414,32 @@ fn wildcard_length(text: &str) -> usize {
     closing.map_or(text.len(), |at| at + 1)
 }
 
-/// A segment with parameters of other routers, `:name` and `<name>`, as it is written here.
+/// A segment with parameters of other routers, such as `:name`, `:name*`, `:from-:to`, `<name>` and `<path:name>`, as it is written
+/// here.
 fn foreign_parameter(part: &str) -> Option<String> {
     if let Some(rest) = part.strip_prefix(':') {
-        let (name, extension) = rest.split_at(rest.find('.').unwrap_or(rest.len()));
-        return is_param_name(name).then(|| format!("{{{name}}}{extension}"));
+        let is_sign = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let mut meant = String::new();
+        for piece in rest.split(':') {
+            let (name, behind) = piece.split_at(piece.find(|c| !is_sign(c)).unwrap_or(piece.len()));
+            match is_param_name(name) && !meant.ends_with('}') {
+                true if ["*", "+"].contains(&behind) && piece == rest => return Some(format!("{{*{name}}}")),
+                true => meant += &format!("{{{name}}}{behind}"),
+                false if meant.is_empty() => return None,
+                false => meant += &format!(":{piece}"),
+            }
+        }
+        return Some(meant);
     }
     let (before, rest) = part.split_once('<')?;
     let (inner, behind) = rest.split_once('>').unwrap_or((rest, ""));
-    // As in Flask, which writes a type before the name.
-    let name = inner.rsplit(':').next().unwrap_or(inner);
+    // As in Flask, which writes a type before the name, and in Rocket.
+    let (kind, name) = inner.rsplit_once(':').unwrap_or(("", inner));
+    let all =
+        name.strip_suffix("..").or((kind == "path").then_some(name)).filter(|_| before.is_empty() && behind.is_empty());
+    if let Some(all) = all.filter(|name| is_param_name(name)) {
+        return Some(format!("{{*{all}}}"));
+    }
     is_param_name(name).then(|| format!("{before}{{{name}}}{behind}"))
 }
 
@@ -438,6 +454,9 @@ fn parse_name(inner: &str) -> Parsed<(String, bool)> {
     if let [first, second, ..] = *name.split(',').collect::<Vec<_>>() {
         return no_parameter(&format!("write a route for each: with `{first}`, with `{second}`, and so on"));
     }
+    // As in gorilla/mux, Starlette and google.api.http.
+    let is_rest =
+        is_rest || name.split_once([':', '=']).is_some_and(|(_, form)| [".*", ".+", "path", "**"].contains(&form));
     let bare = name.split([':', '=']).next().unwrap_or_default().replace('-', "_");
     match bare.trim_matches(['*', '.']) {
         "" if is_rest => no_parameter("a parameter needs a name: write `{*rest}`"),
@@ -642,6 +661,7 @@ mod tests {
         assert_eq!(read("/a/"), Ok(vec![literal("a"), literal("")]));
         assert_eq!(read("/a/{id}/{*rest}").unwrap()[1..], [Segment::Param("id".into()), Segment::Rest("rest".into())]);
         assert_eq!(read("/a:b@c,d/%2F%C3%A9"), Ok(vec![literal("a:b@c,d"), literal("%2F%C3%A9")]));
+        assert_eq!(read("/:/:1"), Ok(vec![literal(":"), literal(":1")]));
     }
 
     #[test]
@@ -711,6 +731,16 @@ mod tests {
             ("/a/{*rest}.css", "write `{rest}`, for a part of one segment"),
             ("/a/{b}{c}", "write one of them, or text between them, such as `{a}-{b}`"),
             ("/a/{b", "write `{name}` for a parameter, `%7B` and `%7D` for braces"),
+            ("/files/:path*", "write `{*path}`"),
+            ("/files/:path+", "write `{*path}`"),
+            ("/flights/:from-:to", "write `{from}-{to}`"),
+            ("/v1/:name:publish", "write `{name}:publish`"),
+            ("/users/:id-x", "write `{id}-x`"),
+            ("/files/<path..>", "write `{*path}`"),
+            ("/files/<path:name>", "write `{*name}`"),
+            ("/files/{path:.*}", "write `{*path}`"),
+            ("/files/{path:path}", "write `{*path}`"),
+            ("/v1/{name=**}", "write `{*name}`"),
             ("/users/{id:[0-9]+}", "write `{id}`"),
             ("/users/{user-id}", "write `{user_id}`"),
             ("/files/{path*}", "write `{*path}`"),
