@@ -157,7 +157,8 @@ impl PublicLocation {
         };
         let url = |url: &str| self.public_url(inverse, url, &is_own);
         for (name, value) in headers.iter_mut() {
-            let Ok(text) = value.to_str() else { continue };
+            // Also with characters beyond ASCII, which many servers do not encode.
+            let Ok(text) = std::str::from_utf8(value.as_bytes()) else { continue };
             let replaced = if [header::LOCATION, header::CONTENT_LOCATION].contains(name) {
                 url(text)
             } else if *name == header::REFRESH {
@@ -305,12 +306,12 @@ mod tests {
     /// A field of a response of `app.internal:8080` after it was replaced.
     fn replaced(path: &str, change: Option<PathChange>, params: &[&str], name: &'static str, value: &str) -> String {
         let mut headers = HeaderMap::new();
-        headers.insert(name, value.parse().unwrap());
+        headers.insert(name, HeaderValue::from_bytes(value.as_bytes()).unwrap());
         let is_server = |authority: UrlAuthority<'_>| {
             authority.host.eq_ignore_ascii_case("app.internal") && [0, 8080].contains(&authority.port)
         };
         location(params).replace(&PathInverse::new(&pattern(path), change.as_ref()), &mut headers, is_server);
-        headers[name].to_str().unwrap().to_owned()
+        String::from_utf8(headers[name].as_bytes().to_vec()).unwrap()
     }
 
     #[test]
@@ -358,6 +359,8 @@ mod tests {
             ("?page=2", "?page=2"),
             ("../a", "../a"),
             ("", ""),
+            ("/café", "/api/café"),
+            ("http://app.internal:8080/café?ü#é", "https://public.example/api/café?ü#é"),
             ("mailto:a@app.internal", "mailto:a@app.internal"),
         ] {
             assert_eq!(replaced("/api/{*r}", prefix("/api", ""), &["x"], "location", of_server), public);
@@ -386,6 +389,7 @@ mod tests {
             ("a=b; Domain=public.example", "a=b; Domain=public.example"),
             ("a=b; Domain=other.example", "a=b; Domain=other.example"),
             ("a=b", "a=b"),
+            ("naïve=é; Domain=app.internal; Path=/é", "naïve=é; Domain=public.example; Path=/api/é"),
             ("__Host-a=b; Path=/; Secure", "__Host-a=b; Path=/; Secure"),
             ("__host-a=b; Path=/; Secure", "__host-a=b; Path=/; Secure"),
         ] {
