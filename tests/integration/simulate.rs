@@ -1133,6 +1133,53 @@ fn forwarded_addresses_of_trusted_proxies_are_the_clients() {
     }
 }
 
+/// Caddy logs all fields of a request. Where it has found the client itself, the list needs no trusted proxy.
+#[test]
+fn forwarded_addresses_in_logs_of_caddy_are_read() {
+    let line = |n: u64, remote: &str, client: &str| {
+        format!(
+            "{{\"ts\":{},\"request\":{{\"remote_ip\":\"{remote}\",\"client_ip\":\"{client}\",\"method\":\"GET\",\"host\":\"h\",\
+             \"uri\":\"/a\",\"headers\":{{\"X-Forwarded-For\":[\"6.6.6.{n}, 203.0.113.{n}\"]}}}},\"duration\":0,\"status\":200}}\n",
+            1_696_968_000 + n
+        )
+    };
+    let played = |remote: &str, client: &str| {
+        let listen = "listen = { http = \"127.0.0.1:0\", trusted_proxies = \"10.0.0.0/8\" }\n";
+        let directory = Directory::new(&format!("{listen}{}", one_rule(TWO_A_MINUTE)));
+        directory.write("access.log", (0..4).map(|n| line(n, remote, client)).collect::<String>());
+        let result = directory.json(&["access.log"]);
+        let notes = result["notes"].as_array().unwrap().len();
+        (result["scenarios"][0]["rules"][0]["keys"]["total"].as_u64().unwrap(), notes)
+    };
+    assert_eq!(played("10.0.0.1", "10.0.0.1"), (4, 0));
+    assert_eq!(played("10.0.0.1", "198.51.100.9"), (1, 0));
+    assert_eq!(played("198.51.100.9", "198.51.100.9"), (1, 1));
+}
+
+/// A balancer that ends TLS logs whole URLs. Other logs do not say the scheme.
+#[test]
+fn the_scheme_of_a_target_decides_about_routes_by_scheme() {
+    let redirect = "[[routes]]\nscheme = \"http\"\npath = \"/{*rest}\"\nredirect = { to = \"https://{host}{uri}\" }\n";
+    let directory = Directory::new(&format!("{}{redirect}", one_rule(TWO_A_MINUTE)));
+    let alb = |second: u64, url: &str| {
+        format!(
+            "h2 2023-10-10T20:00:{second:02}.000000Z app/lb/50 203.0.113.1:41000 10.1.0.1:80 0 0 0 200 200 34 366 \
+             \"GET {url} HTTP/2.0\" \"-\" - - arn \"Root=1\" \"-\" \"-\" 0 2023-10-10T20:00:{second:02}.000000Z \"forward\"\n"
+        )
+    };
+    let counts = |log: String| {
+        directory.write("access.log", log);
+        let result = directory.json(&["access.log"]);
+        (result["scenarios"][0]["rules"][0]["requests"].as_u64().unwrap(), result["notes"].clone())
+    };
+    let secure: String = (0..4).map(|second| alb(second, "https://www.example.com:443/a")).collect();
+    assert_eq!(counts(secure.clone()), (4, serde_json::json!([])));
+    assert_eq!(counts(secure + &alb(5, "http://www.example.com:80/a")), (4, serde_json::json!([])));
+    let note = "2 of 2 lines have no scheme: for routes with `scheme`, it was taken for http";
+    let log = combined("203.0.113.1", 0, "GET /a") + &combined("203.0.113.1", 1, "GET /a");
+    assert_eq!(counts(log), (0, serde_json::json!([note])));
+}
+
 /// The address that the gateway takes: at a place of the list, or in a field of its own.
 #[test]
 fn trusted_hops_and_client_ip_apply_to_logs() {

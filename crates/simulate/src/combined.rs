@@ -76,6 +76,7 @@ pub fn read(line: &[u8], fields: &Fields, headers: &mut Vec<HeaderSpan>) -> Resu
         duration_ms: None,
         client,
         forwarded_for,
+        finds_client: false,
         client_name: client_name.unwrap_or_default(),
         method,
         target,

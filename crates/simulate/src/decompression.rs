@@ -21,11 +21,16 @@ pub fn decompressed(mut file: impl Read + Send + 'static) -> io::Result<Box<dyn 
     let reader = BufReader::with_capacity(128 << 10, Cursor::new(start.clone()).chain(file));
     Ok(match start.as_slice() {
         _ if start.starts_with(&GZIP_MAGIC) => Box::new(MultiGzDecoder::new(reader)),
-        _ if start.starts_with(&ZSTD_MAGIC) => Box::new(ZstdReader::Between(reader)),
+        _ if start.starts_with(&ZSTD_MAGIC) || is_skippable(&start) => Box::new(ZstdReader::Between(reader)),
         [b'B', b'Z', b'h', b'1'..=b'9', ..] => Box::new(MultiBzDecoder::new(reader)),
         _ if start.starts_with(&XZ_MAGIC) => Box::new(XzReader::new_mem_limit(reader, true, XZ_MEMORY_KIB)),
         _ => Box::new(reader),
     })
+}
+
+/// Whether these bytes begin a skippable frame of Zstandard, as `pzstd` writes before each frame.
+fn is_skippable(start: &[u8]) -> bool {
+    matches!(start, [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..])
 }
 
 /// Reads some bytes; fewer at the end only.
@@ -54,7 +59,7 @@ impl<R: Read> Read for ZstdReader<R> {
                 ZstdReader::Between(mut reader) => match first_bytes(&mut reader, ZSTD_MAGIC.len())? {
                     end if end.is_empty() => return Ok(0),
                     // A skippable frame, with its length.
-                    magic if matches!(magic[..], [0x50..=0x5f, 0x2a, 0x4d, 0x18]) => {
+                    magic if is_skippable(&magic) => {
                         let mut length = [0; 4];
                         reader.read_exact(&mut length)?;
                         let length = u32::from_le_bytes(length);
@@ -104,9 +109,10 @@ mod tests {
         let skipped = [0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, b'x', b'y', b'z'];
         let frame = |text: &str| compress_to_vec(text.as_bytes(), CompressionLevel::Fastest);
         let zstd = [frame("a log\n"), skipped.to_vec(), frame("of frames\n")].concat();
+        let pzstd = [&skipped[..], &zstd].concat();
         let mut gzip = GzEncoder::new(Vec::new(), Compression::default());
         gzip.write_all(b"a log\nof frames\n").unwrap();
-        for file in [b"a log\nof frames\n".to_vec(), gzip.finish().unwrap(), zstd] {
+        for file in [b"a log\nof frames\n".to_vec(), gzip.finish().unwrap(), zstd, pzstd] {
             let mut text = String::new();
             decompressed(Bytes(Cursor::new(file))).unwrap().read_to_string(&mut text).unwrap();
             assert_eq!(text, "a log\nof frames\n");

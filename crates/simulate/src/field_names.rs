@@ -86,7 +86,7 @@ pub const NAMES: [(&str, Field); 14] = [
 ];
 
 /// Known keys with their rank; a dot separates levels.
-const KNOWN_KEYS: [(&str, Field, u8); 78] = [
+const KNOWN_KEYS: [(&str, Field, u8); 82] = [
     ("StartUTC", Field::Time, 1),
     ("EdgeStartTimestamp", Field::Time, 1),
     ("EdgeEndTimestamp", Field::Finished, 1),
@@ -106,10 +106,13 @@ const KNOWN_KEYS: [(&str, Field, u8); 78] = [
     ("request_time", Field::Duration(DurationUnit::Seconds), 1),
     ("client", Field::Client, 1),
     ("client_ip", Field::Client, 1),
+    // Of the PROXY header.
+    ("proxy_protocol_addr", Field::Client, 1),
     ("request.client_ip", Field::Client, 1),
     ("ClientHost", Field::Client, 1),
     ("ClientIP", Field::Client, 1),
     ("remote_addr", Field::Client, 2),
+    ("realip_remote_addr", Field::Client, 3),
     ("remote_ip", Field::Client, 2),
     ("remote_address", Field::Client, 2),
     ("request.remote_ip", Field::Client, 2),
@@ -122,6 +125,9 @@ const KNOWN_KEYS: [(&str, Field, u8); 78] = [
     ("downstream_direct_remote_address", Field::Client, 4),
     ("http_x_forwarded_for", Field::ForwardedFor, 1),
     ("x_forwarded_for", Field::ForwardedFor, 2),
+    // Of Caddy and Traefik.
+    ("request.headers.X-Forwarded-For", Field::ForwardedFor, 1),
+    ("request_X-Forwarded-For", Field::ForwardedFor, 1),
     ("method", Field::Method, 1),
     ("request_method", Field::Method, 1),
     ("request.method", Field::Method, 1),

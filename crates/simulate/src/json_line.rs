@@ -32,9 +32,9 @@ fn read_object<'a>(
             }
             Value::Object => read_object(fields, &node.members, line, scanner, headers)?,
             Value::Array => {
-                let (first, has_items) = scanner.array()?;
+                let texts = scanner.array()?;
                 if let Some(field) = node.field {
-                    fields.set_array(field, first, has_items, line, headers);
+                    fields.set_array(field, texts, line, headers);
                 }
             }
             Value::Text(text) | Value::Number(text) => {

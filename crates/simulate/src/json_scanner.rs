@@ -45,6 +45,15 @@ pub enum Value {
     Array,
 }
 
+/// What an array has.
+#[derive(Clone, Copy, Default)]
+pub struct ArrayTexts {
+    /// The first and the last element, each if it is a text.
+    pub first: Option<Span>,
+    pub last: Option<Span>,
+    pub has_items: bool,
+}
+
 /// The line is not a JSON object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Malformed;
@@ -176,15 +185,35 @@ impl<'a> Scanner<'a> {
         }
     }
 
-    /// Reads the array here: its first element, if that is a text, and whether it has any element.
-    pub fn array(&mut self) -> Result<(Option<Span>, bool), Malformed> {
-        let start = self.at;
+    /// Reads the array here.
+    pub fn array(&mut self) -> Result<ArrayTexts, Malformed> {
         self.expect(b'[')?;
-        let is_empty = self.next_byte()? == b']';
-        let first = if is_empty { Value::Null } else { self.value()? };
-        self.at = start;
-        self.skip_nested()?;
-        Ok((if let Value::Text(text) = first { Some(text) } else { None }, !is_empty))
+        let mut found = ArrayTexts::default();
+        if self.next_byte()? == b']' {
+            self.at += 1;
+            return Ok(found);
+        }
+        loop {
+            found.last = match self.value()? {
+                Value::Text(text) => Some(text),
+                Value::Object | Value::Array => {
+                    self.skip_nested()?;
+                    None
+                }
+                _ => None,
+            };
+            if !found.has_items {
+                (found.first, found.has_items) = (found.last, true);
+            }
+            match self.next_byte()? {
+                b',' => self.at += 1,
+                b']' => {
+                    self.at += 1;
+                    return Ok(found);
+                }
+                _ => return Err(Malformed),
+            }
+        }
     }
 
     /// Whether nothing but white space is left.
@@ -342,7 +371,10 @@ mod tests {
             };
             let value = match scanner.value()? {
                 Value::Text(span) | Value::Number(span) => text(span),
-                Value::Array => format!("{:?}", scanner.array()?.0.map(text)),
+                Value::Array => {
+                    let ArrayTexts { first, last, .. } = scanner.array()?;
+                    format!("{:?} {:?}", first.map(text), last.map(text))
+                }
                 Value::Object => {
                     scanner.skip_nested()?;
                     "{}".to_owned()
@@ -366,13 +398,25 @@ mod tests {
                 ("a", "x\"yé😀/"),
                 ("b", "-1.5e3"),
                 ("c", "{}"),
-                ("e", "Some(\"f\")"),
-                ("h", "None"),
+                ("e", "Some(\"f\") Some(\"g\")"),
+                ("h", "None None"),
                 ("i", "Null"),
                 ("j", "Bool(true)")
             ]
         );
-        for line in ["", "{", "{}x", "[]", r#"{"a"}"#, r#"{"a":}"#, r#"{"a":"b}"#, r#"{"a":1 "b":2}"#, r#"{"a":"\"#] {
+        for line in [
+            "",
+            "{",
+            "{}x",
+            "[]",
+            r#"{"a"}"#,
+            r#"{"a":["b" "c"]}"#,
+            r#"{"a":["b",]}"#,
+            r#"{"a":}"#,
+            r#"{"a":"b}"#,
+            r#"{"a":1 "b":2}"#,
+            r#"{"a":"\"#,
+        ] {
             assert_eq!(members(line), Err(Malformed), "{line}");
         }
     }

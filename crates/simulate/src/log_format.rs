@@ -12,7 +12,7 @@ use super::json_line;
 use super::log_line::{HeaderSpan, LogLine, NoRequest};
 use super::nginx_conf;
 use super::pattern::Pattern;
-use super::wrapper;
+use super::wrapper::{self, Unwrapper};
 
 /// Lines at the start of a file that decide its format, and the bytes that they may have.
 const FIRST_LINES: usize = 200;
@@ -50,7 +50,7 @@ pub struct LineReader {
     columns: [Option<Columns>; DIALECTS.len()],
     /// Whether lines have a time before them, see [`wrapper::behind_time`].
     has_times: bool,
-    unescaped: Vec<u8>,
+    unwrapper: Unwrapper,
 }
 
 impl LogFormat {
@@ -157,14 +157,14 @@ impl LineReader {
             is_known: false,
             columns: Default::default(),
             has_times: false,
-            unescaped: Vec::new(),
+            unwrapper: Unwrapper::default(),
         };
         let start = &start[..start.len().min(FIRST_BYTES)];
         let (mut found, mut timed) = (vec![0; count], 0);
         let mut headers = Vec::new();
         for line in start.split(|byte| *byte == b'\n').take(FIRST_LINES) {
             let mut line = line.to_vec();
-            let Ok(inner) = wrapper::unwrap(&mut line, &mut reader.unescaped) else { continue };
+            let Ok(inner) = reader.unwrapper.unwrap(&mut line) else { continue };
             if reader.read_directive(&line[inner.clone()]) {
                 continue;
             }
@@ -190,6 +190,7 @@ impl LineReader {
         reader.is_known = read > 0;
         reader.has_times = timed > read / 2;
         reader.columns = Default::default();
+        reader.unwrapper = Unwrapper::default();
         reader
     }
 
@@ -200,7 +201,7 @@ impl LineReader {
         line: &mut [u8],
         headers: &mut Vec<HeaderSpan>,
     ) -> Option<(Range<usize>, Result<LogLine, NoRequest>)> {
-        let mut inner = match wrapper::unwrap(line, &mut self.unescaped) {
+        let mut inner = match self.unwrapper.unwrap(line) {
             Ok(inner) => inner,
             Err(problem) => return Some((0..line.len(), Err(problem))),
         };
@@ -338,6 +339,31 @@ mod tests {
                 r#"{"time":"2000-10-10T20:55:36Z","remote_addr":"10.0.0.1","request":"GET / HTTP/1.1","http_x_forwarded_for":"203.0.113.7"}"#.to_owned(),
                 "10.0.0.1",
                 "203.0.113.7",
+                "",
+            ),
+            // Caddy, with lines of the client and of the proxy; Traefik; nginx behind PROXY headers.
+            (
+                r#"{"ts":971211336,"request":{"remote_ip":"10.0.0.1","client_ip":"10.0.0.1","method":"GET","host":"h","uri":"/","headers":{"X-Forwarded-For":["8.8.8.8","203.0.113.7"]}},"duration":0,"status":200}"#.to_owned(),
+                "10.0.0.1",
+                "203.0.113.7",
+                "",
+            ),
+            (
+                r#"{"StartUTC":"2000-10-10T20:55:36Z","ClientAddr":"10.0.0.1:5","ClientHost":"10.0.0.1","RequestMethod":"GET","RequestPath":"/","request_X-Forwarded-For":"8.8.8.8, 203.0.113.7"}"#.to_owned(),
+                "10.0.0.1",
+                "8.8.8.8, 203.0.113.7",
+                "",
+            ),
+            (
+                r#"{"time":"2000-10-10T20:55:36Z","remote_addr":"10.0.0.1","proxy_protocol_addr":"203.0.113.7","request":"GET / HTTP/1.1"}"#.to_owned(),
+                "203.0.113.7",
+                "",
+                "",
+            ),
+            (
+                r#"{"time":"2000-10-10T20:55:36Z","remote_addr":"10.0.0.1","proxy_protocol_addr":"","request":"GET / HTTP/1.1"}"#.to_owned(),
+                "10.0.0.1",
+                "",
                 "",
             ),
         ] {
@@ -735,6 +761,10 @@ mod tests {
             (
                 "$remote_addr;$time_local;\"$http_user_agent\";$request;$status",
                 "::1;10/Oct/2000:20:55:36 +0000;\"a; b\";GET /a?b HTTP/1.1;200",
+            ),
+            (
+                "$proxy_protocol_addr - [$time_local] \"$request\" $status",
+                "::1 - [10/Oct/2000:20:55:36 +0000] \"GET /a?b HTTP/1.1\" 200",
             ),
             (
                 "$remote_addr|$time_local|$http_user_agent|$request_method|$uri|$args|$status",

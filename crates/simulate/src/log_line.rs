@@ -6,7 +6,7 @@ use std::str::FromStr;
 use memchr::{memchr, memrchr};
 
 use super::field_names::{DurationUnit, Field};
-use super::json_scanner::{Escape, Malformed, Scanner, Span, Value};
+use super::json_scanner::{ArrayTexts, Escape, Malformed, Scanner, Span, Value};
 use super::timestamp;
 use transom_http::client_address::ClientAddress;
 use transom_usage::decimal::Decimal;
@@ -35,6 +35,8 @@ pub struct LogLine {
     pub client: ClientAddress,
     /// The value of `X-Forwarded-For`, if the log has it; the client is then the peer that sent it.
     pub forwarded_for: Span,
+    /// Whether the log has a peer beside the client that it has found.
+    pub finds_client: bool,
     /// As in the clients file; empty if the log does not name the client.
     pub client_name: Span,
     pub method: Span,
@@ -102,6 +104,7 @@ pub struct LineFields {
     has_decisions: bool,
     client: Option<(u8, ClientAddress, Span)>,
     has_client: bool,
+    finds_client: bool,
     forwarded_for: Span,
     method: (u8, Span),
     target: (u8, Span),
@@ -136,18 +139,23 @@ impl LineFields {
         }
     }
 
-    /// Notes an array: its first element, if that is a text, and whether it has any.
+    /// Notes an array.
     pub fn set_array(
         &mut self,
         (field, rank): (Field, u8),
-        first: Option<Span>,
-        has_items: bool,
+        ArrayTexts { first, last, has_items }: ArrayTexts,
         line: &[u8],
         headers: &mut Vec<HeaderSpan>,
     ) {
         match (field, first) {
             (Field::RefusedBy, _) => self.has_refused_by |= has_items,
             (Field::Header(_), Some(text)) => self.set((field, rank), text, line, headers),
+            // Proxies add a line behind those of the client.
+            (Field::ForwardedFor, _) => {
+                if let Some(text) = last {
+                    self.set((field, rank), text, line, headers);
+                }
+            }
             _ => {}
         }
     }
@@ -190,8 +198,11 @@ impl LineFields {
             Field::GrpcStatus => self.grpc_status = number(bytes),
             Field::Client => {
                 self.has_client = true;
-                if self.client.is_none_or(|(known, ..)| rank < known) {
-                    self.client = parse_client(text, line).map(|(client, list)| (rank, client, list)).or(self.client);
+                if let Some((client, list)) = parse_client(text, line) {
+                    self.finds_client |= self.client.is_some_and(|(known, other, _)| known != rank && other != client);
+                    if self.client.is_none_or(|(known, ..)| rank < known) {
+                        self.client = Some((rank, client, list));
+                    }
                 }
             }
             Field::ClientAndPort => {
@@ -291,6 +302,7 @@ impl LineFields {
                 .map(|ms| u32::try_from(ms.saturating_sub(self.delay_ms.unwrap_or(0))).unwrap_or(u32::MAX)),
             client,
             forwarded_for: if list.len > 0 { list } else { self.forwarded_for },
+            finds_client: self.finds_client,
             client_name: self.client_name,
             method: self.method.1,
             target: self.target.1,

@@ -74,6 +74,8 @@ pub struct PlayCounts {
     pub late: u64,
     /// Requests without a host.
     pub without_host: u64,
+    /// Requests without a scheme.
+    pub without_scheme: u64,
     /// Requests with an `X-Forwarded-For` of a peer that is no trusted proxy.
     pub ignored_forwarded: u64,
     /// Unix milliseconds.
@@ -219,6 +221,11 @@ impl Replay {
         &self.reader.compiled.config
     }
 
+    /// The scheme of requests whose line has none.
+    pub fn assumed_scheme(&self) -> &'static str {
+        if self.reader.is_secure { "https" } else { "http" }
+    }
+
     /// The fields that routes and rules read.
     pub fn fields(&self) -> &LoggedFields {
         &self.reader.fields
@@ -266,6 +273,7 @@ impl Replay {
             Ok(resolved) => resolved,
             Err(RequestError::NoRoute) => {
                 counts.without_host += u64::from(logged.host.is_empty());
+                counts.without_scheme += u64::from(!logged.has_scheme);
                 counts.unrouted += 1;
                 return false;
             }
@@ -290,6 +298,7 @@ impl Replay {
             }
         }
         counts.without_host += u64::from(logged.host.is_empty());
+        counts.without_scheme += u64::from(!logged.has_scheme);
         counts.ignored_forwarded += u64::from(logged.ignores_forwarded);
         let (rules_id, rules) = (resolved.route.rules, resolved.rules);
         if requests.len() == position {

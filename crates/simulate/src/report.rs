@@ -423,6 +423,14 @@ fn notes(read: &ReadCounts, replay: &Replay) -> Vec<String> {
             counts.without_host, read.lines
         ));
     }
+    if counts.without_scheme > 0 && config.routes.iter().any(|route| route.secure.is_some()) {
+        notes.push(format!(
+            "{} of {} lines have no scheme: for routes with `scheme`, it was taken for {}",
+            counts.without_scheme,
+            read.lines,
+            replay.assumed_scheme()
+        ));
+    }
     if config.routes.iter().any(|route| !route.headers.is_empty()) {
         notes.push("routes with `headers` match only lines that have these request fields".to_owned());
     }

@@ -40,7 +40,7 @@ pub struct RequestReader {
     /// Whether some line so far names one of them.
     names_clients: bool,
     /// Whether requests came by https, where the log does not say.
-    is_secure: bool,
+    pub is_secure: bool,
 }
 
 /// Memory that requests reuse.
@@ -70,6 +70,8 @@ pub struct LoggedRequest<'a> {
     path: Cow<'a, str>,
     uri: Uri,
     is_secure: bool,
+    /// Whether the log says `is_secure`.
+    pub has_scheme: bool,
     headers: &'a HeaderMap,
 }
 
@@ -157,9 +159,10 @@ impl RequestReader {
         let method = method.filter(|method| method != Method::TRACE && is_valid_method(method.as_str()));
         let method = method.ok_or(Rejected)?;
         let target = std::str::from_utf8(line.target.decoded(text, target)).map_err(|_error| Rejected)?;
-        let (authority, path_and_query) = split_target(target);
-        let host = match authority {
-            Some(authority) => Some(authority),
+        let (origin, path_and_query) = split_target(target);
+        let secure = line.secure.or(origin.map(|(is_secure, _)| is_secure));
+        let host = match origin {
+            Some((_, authority)) => Some(authority),
             None => std::str::from_utf8(line.host.decoded(text, host)).ok(),
         };
         let host = host.and_then(|host| if matches!(host, "" | "-") { Some("".into()) } else { normalized_host(host) });
@@ -186,12 +189,13 @@ impl RequestReader {
             client,
             is_unauthorized: line.is_unauthorized,
             is_of_no_client: self.names_clients && line.client_name.len == 0,
-            ignores_forwarded: line.forwarded_for.len > 0 && forwarded.is_none(),
+            ignores_forwarded: line.forwarded_for.len > 0 && forwarded.is_none() && !line.finds_client,
             address: forwarded.unwrap_or(line.client),
             method,
             path,
             uri,
-            is_secure: line.secure.unwrap_or(self.is_secure),
+            is_secure: secure.unwrap_or(self.is_secure),
+            has_scheme: secure.is_some(),
             headers: fields,
         })
     }
@@ -267,15 +271,16 @@ fn key_parts(config: &Config) -> impl Iterator<Item = &KeyPart> {
     config.rules.iter().flat_map(|rule| &rule.key).chain(clients).chain(denied_parts(config))
 }
 
-/// The authority of an absolute target, and the path with its query.
-fn split_target(target: &str) -> (Option<&str>, &str) {
+/// Whether the scheme of an absolute target is secure, its authority, and the path with its query.
+fn split_target(target: &str) -> (Option<(bool, &str)>, &str) {
     if target.starts_with('/') {
         return (None, target);
     }
-    let rest = ["http://", "https://", "ws://", "wss://"].iter().find_map(|scheme| target.strip_prefix(scheme));
-    rest.map_or((None, target), |rest| {
+    let schemes = [("http://", false), ("https://", true), ("ws://", false), ("wss://", true)];
+    let absolute = schemes.iter().find_map(|(scheme, is_secure)| Some((*is_secure, target.strip_prefix(scheme)?)));
+    absolute.map_or((None, target), |(is_secure, rest)| {
         let end = rest.find(['/', '?']).unwrap_or(rest.len());
-        (Some(&rest[..end]), if end == rest.len() { "/" } else { &rest[end..] })
+        (Some((is_secure, &rest[..end])), if end == rest.len() { "/" } else { &rest[end..] })
     })
 }
 

@@ -12,64 +12,85 @@ use super::timestamp::{self, MONTHS};
 const WRAPPERS_MAX: usize = 2;
 const PART: NoRequest = NoRequest::Bad("it is a part of a line: container runtimes split lines of more than 16 KiB");
 
-/// The place of the text in a line of a file, without a carriage return at its end. Texts that are escaped are decoded
-/// in place; `buffer` is memory for that.
-pub fn unwrap(line: &mut [u8], buffer: &mut Vec<u8>) -> Result<Range<usize>, NoRequest> {
-    let mut range = behind_byte_order_mark(line, 0)..line.len();
-    for _ in 0..WRAPPERS_MAX {
-        let text = &mut line[range.clone()];
-        let Some(inner) = (match text {
-            [b'{', ..] => docker(text, buffer)?,
-            [b'0'..=b'9', _, _, _, b'-', _, _, b'-', _, _, b'T', ..] => cri(text)?.or_else(|| syslog(text)),
-            [b'<' | b'A'..=b'S', ..] => syslog(text),
-            _ => None,
-        }) else {
-            break;
-        };
-        range = range.start + inner.start..range.start + inner.end;
-    }
-    range.end -= usize::from(line[range.clone()].ends_with(b"\r"));
-    Ok(range)
+/// Takes off what is around the lines of one file.
+#[derive(Default, Debug)]
+pub struct Unwrapper {
+    /// Memory for texts without escapes.
+    buffer: Vec<u8>,
+    /// Whether a line of standard output, or of standard error, goes on in the next one of the stream.
+    goes_on: [bool; 2],
 }
 
-/// Docker's driver `json-file`: `{"log":"…\n","stream":"stdout","time":"…"}`, perhaps with `attrs` between.
-fn docker(line: &mut [u8], buffer: &mut Vec<u8>) -> Result<Option<Range<usize>>, NoRequest> {
-    let mut start = &*line;
-    for token in [&b"{"[..], b"\"log\"", b":"] {
-        let Some(behind) = start.strip_prefix(token) else { return Ok(None) };
-        start = behind.trim_ascii_start();
-    }
-    let (mut log, mut has_stream) = (None, false);
-    let mut scanner = Scanner::new(line);
-    scanner.object(&mut |scanner, key| {
-        match (key.of(line), scanner.value()?) {
-            (b"log", Value::Text(text)) => log = Some(text),
-            (b"stream", Value::Text(_)) => has_stream = true,
-            (_, Value::Object | Value::Array) => scanner.skip_nested()?,
-            _ => {}
+impl Unwrapper {
+    /// The place of the text in a line of the file, without a carriage return at its end. Texts that are escaped are decoded
+    /// in place.
+    pub fn unwrap(&mut self, line: &mut [u8]) -> Result<Range<usize>, NoRequest> {
+        let mut range = behind_byte_order_mark(line, 0)..line.len();
+        for _ in 0..WRAPPERS_MAX {
+            let text = &mut line[range.clone()];
+            let Some(inner) = (match text {
+                [b'{', ..] => self.docker(text)?,
+                [b'0'..=b'9', _, _, _, b'-', _, _, b'-', _, _, b'T', ..] => self.cri(text)?.or_else(|| syslog(text)),
+                [b'<' | b'A'..=b'S', ..] => syslog(text),
+                _ => None,
+            }) else {
+                break;
+            };
+            range = range.start + inner.start..range.start + inner.end;
         }
-        Ok(())
-    })?;
-    let Some(log) = log.filter(|_| has_stream) else { return Ok(None) };
-    let text = if log.escape == Escape::None { return Err(PART) } else { unescape(log.of(line), buffer) };
-    let text = text.strip_suffix(b"\n").ok_or(PART)?;
-    let (at, length) = (log.at as usize, text.len());
-    line[at..at + length].copy_from_slice(text);
-    Ok(Some(at..at + length))
-}
-
-/// The Container Runtime Interface (containerd, CRI-O, Podman): `2016-10-06T00:17:09.669794202Z stdout F text`; `P` says
-/// that the text goes on in the next line.
-fn cri(line: &[u8]) -> Result<Option<Range<usize>>, NoRequest> {
-    let Some(stream_at) = behind_blank(line, 0) else { return Ok(None) };
-    let stream = &line[stream_at..];
-    if !stream.starts_with(b"stdout ") && !stream.starts_with(b"stderr ") {
-        return Ok(None);
+        range.end -= usize::from(line[range.clone()].ends_with(b"\r"));
+        Ok(range)
     }
-    match &stream[7..] {
-        [b'F', b' ' | b':', ..] => Ok(behind_blank(line, stream_at + 7).map(|at| at..line.len())),
-        [b'P', b' ' | b':', ..] => Err(PART),
-        _ => Ok(None),
+
+    /// Docker's driver `json-file`: `{"log":"…\n","stream":"stdout","time":"…"}`, perhaps with `attrs` between.
+    fn docker(&mut self, line: &mut [u8]) -> Result<Option<Range<usize>>, NoRequest> {
+        let mut start = &*line;
+        for token in [&b"{"[..], b"\"log\"", b":"] {
+            let Some(behind) = start.strip_prefix(token) else { return Ok(None) };
+            start = behind.trim_ascii_start();
+        }
+        let (mut log, mut stream) = (None, None);
+        let mut scanner = Scanner::new(line);
+        scanner.object(&mut |scanner, key| {
+            match (key.of(line), scanner.value()?) {
+                (b"log", Value::Text(text)) => log = Some(text),
+                (b"stream", Value::Text(text)) => stream = Some(text),
+                (_, Value::Object | Value::Array) => scanner.skip_nested()?,
+                _ => {}
+            }
+            Ok(())
+        })?;
+        let Some((log, stream)) = log.zip(stream) else { return Ok(None) };
+        let is_error = stream.of(line) == b"stderr";
+        let text = if log.escape == Escape::None { log.of(line) } else { unescape(log.of(line), &mut self.buffer) };
+        let (at, length) = (log.at as usize, text.len().saturating_sub(1));
+        let is_part = self.goes_on[usize::from(is_error)];
+        self.goes_on[usize::from(is_error)] = !text.ends_with(b"\n");
+        if is_part || !text.ends_with(b"\n") {
+            return Err(PART);
+        }
+        line[at..at + length].copy_from_slice(&self.buffer[..length]);
+        Ok(Some(at..at + length))
+    }
+
+    /// The Container Runtime Interface (containerd, CRI-O, Podman): `2016-10-06T00:17:09.669794202Z stdout F text`; `P` says
+    /// that the text goes on in the next line.
+    fn cri(&mut self, line: &[u8]) -> Result<Option<Range<usize>>, NoRequest> {
+        let Some(stream_at) = behind_blank(line, 0) else { return Ok(None) };
+        let stream = &line[stream_at..];
+        let is_error = stream.starts_with(b"stderr ");
+        if !is_error && !stream.starts_with(b"stdout ") {
+            return Ok(None);
+        }
+        let goes_on = match &stream[7..] {
+            [b'F', b' ' | b':', ..] => false,
+            [b'P', b' ' | b':', ..] => true,
+            _ => return Ok(None),
+        };
+        match std::mem::replace(&mut self.goes_on[usize::from(is_error)], goes_on) || goes_on {
+            true => Err(PART),
+            false => Ok(behind_blank(line, stream_at + 7).map(|at| at..line.len())),
+        }
     }
 }
 
@@ -157,7 +178,7 @@ mod tests {
     #[track_caller]
     fn text_of(line: &str) -> Result<String, NoRequest> {
         let mut bytes = line.as_bytes().to_vec();
-        let range = unwrap(&mut bytes, &mut Vec::new())?;
+        let range = Unwrapper::default().unwrap(&mut bytes)?;
         Ok(String::from_utf8(bytes[range].to_vec()).unwrap())
     }
 
@@ -198,6 +219,38 @@ mod tests {
         }
     }
 
+    /// Of a line that a runtime has split, no part is a line, also if the other stream comes between.
+    #[test]
+    fn the_end_of_a_split_line_is_a_part_too() {
+        let cri = |stream: &str, tag: &str, text: &str| format!("2000-10-10T20:55:36Z {stream} {tag} {text}");
+        let docker = |stream: &str, tag: &str, text: &str| {
+            let end = if tag == "F" { "\n" } else { "" };
+            serde_json::json!({ "log": format!("{text}{end}"), "stream": stream, "time": "2000-10-10T20:55:36Z" })
+                .to_string()
+        };
+        for wrap in [&cri as &dyn Fn(&str, &str, &str) -> String, &docker] {
+            let mut unwrapper = Unwrapper::default();
+            let mut found = |stream, tag, text| {
+                let mut line = wrap(stream, tag, text).into_bytes();
+                let range = unwrapper.unwrap(&mut line)?;
+                Ok(String::from_utf8(line[range].to_vec()).unwrap())
+            };
+            for (stream, tag, text, expected) in [
+                ("stdout", "P", "10.0.0.1 \"", Err(PART)),
+                ("stderr", "F", "an error", Ok("an error")),
+                ("stdout", "P", "x", Err(PART)),
+                ("stdout", "F", TEXT, Err(PART)),
+                ("stdout", "F", TEXT, Ok(TEXT)),
+                ("stderr", "P", "x", Err(PART)),
+                ("stdout", "F", TEXT, Ok(TEXT)),
+                ("stderr", "F", TEXT, Err(PART)),
+                ("stderr", "F", "", Ok("")),
+            ] {
+                assert_eq!(found(stream, tag, text), expected.map(str::to_owned), "{stream} {tag} {text}");
+            }
+        }
+    }
+
     #[test]
     fn other_lines_stay_as_they_are() {
         for line in [
@@ -225,7 +278,7 @@ mod tests {
             ] {
                 let mut line = [start, &bytes[..]].concat();
                 line.truncate(cut);
-                let _ = unwrap(&mut line, &mut Vec::new());
+                let _ = Unwrapper::default().unwrap(&mut line);
             }
         }
     }
