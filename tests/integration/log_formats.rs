@@ -110,7 +110,7 @@ http {
 }
 "#;
 
-const WRITERS: [Writer; 24] = [
+const WRITERS: [Writer; 25] = [
     writer("transom", ALL, |r| transom(r, ALL)),
     writer("caddy", ALL, |r| {
         let headers = json!({ "User-Agent": [r.agent] });
@@ -186,6 +186,23 @@ const WRITERS: [Writer; 24] = [
             "start_time": rfc3339(r.start), "user_agent": r.agent, "x_forwarded_for": r.client
         })
         .to_string()
+    }),
+    // Envoy Gateway, whose text is an object of JSON with strings.
+    writer("envoy", ALL, |r| {
+        format!(
+            "{{\"start_time\":\"{}\",\"method\":\"{}\",\"x-envoy-origin-path\":\"{}\",\"protocol\":\"HTTP/1.1\",\
+             \"response_code\":\"{}\",\"response_flags\":\"-\",\"bytes_received\":\"0\",\"bytes_sent\":\"12\",\
+             \"duration\":\"{}\",\"x-forwarded-for\":\"{}\",\"user-agent\":\"{}\",\":authority\":\"{}\",\
+             \"downstream_remote_address\":\"{PROXY}:41000\",\"route_name\":\"r\"}}",
+            rfc3339(r.start),
+            r.method,
+            r.target(),
+            r.status,
+            r.seconds * 1000,
+            r.client,
+            r.agent,
+            r.host
+        )
     }),
     writer("combined", COMBINED, |r| combined(r, &r.client, "")),
     writer("nginx", COMBINED, |r| combined(r, PROXY, &format!(" \"{}\"", r.client))),

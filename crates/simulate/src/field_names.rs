@@ -86,7 +86,7 @@ pub const NAMES: [(&str, Field); 14] = [
 ];
 
 /// Known keys with their rank; a dot separates levels.
-const KNOWN_KEYS: [(&str, Field, u8); 82] = [
+const KNOWN_KEYS: [(&str, Field, u8); 85] = [
     ("StartUTC", Field::Time, 1),
     ("EdgeStartTimestamp", Field::Time, 1),
     ("EdgeEndTimestamp", Field::Finished, 1),
@@ -128,6 +128,10 @@ const KNOWN_KEYS: [(&str, Field, u8); 82] = [
     // Of Caddy and Traefik.
     ("request.headers.X-Forwarded-For", Field::ForwardedFor, 1),
     ("request_X-Forwarded-For", Field::ForwardedFor, 1),
+    // Of Envoy Gateway.
+    ("x-forwarded-for", Field::ForwardedFor, 2),
+    ("x-envoy-origin-path", Field::Target, 1),
+    (":authority", Field::Host, 1),
     ("method", Field::Method, 1),
     ("request_method", Field::Method, 1),
     ("request.method", Field::Method, 1),
