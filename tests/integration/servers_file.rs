@@ -110,6 +110,24 @@ fn the_list_of_a_file_is_followed() {
     assert!(requests(&second) > 0 && requests(&third) > 0);
 }
 
+/// While its weight is a tenth, it gets one of eleven requests.
+#[test]
+fn an_added_server_starts_slowly() {
+    let anywhere = SocketAddr::from(([127, 0, 0, 1], 0));
+    let (first, second) = (numbered(anywhere, 1), numbered(anywhere, 2));
+    let scratch = TempDir::new();
+    scratch.write(FILE, list(&[&first]));
+    let slowly = CONFIG.replace("retries = false", "slow_start = \"1d\"\nbalance = \"round-robin\"");
+    let gateway = Process::spawn_command(Command::new(BINARY), &format!("workers = 1\n{slowly}"), scratch);
+    gateway.get("/a").expect(200);
+    gateway.replace_file(FILE, &list(&[&first, &second]));
+    gateway.wait_for_reloads("applied", 1);
+    let mut client = gateway.client();
+    eventually("the added server responds", || client.get("/a").expect(200).text() == "2");
+    let added = (0..105).filter(|_| client.get("/a").expect(200).text() == "2").count();
+    assert_eq!(added, 9);
+}
+
 /// Every change replaces the only server, which ends when each client has got a response of the next.
 #[test]
 fn moves_of_a_server_in_a_file_lose_no_request() {
