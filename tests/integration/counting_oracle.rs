@@ -214,8 +214,6 @@ fn random_rule(rng: &mut Rng, scope: Scope, number: usize) -> Rule {
 /// - Refused requests that cost more than a window ever holds: with leases they take nothing of a new window.
 /// - Refused requests that count in a sliding window: the gateway then states the end of all of its tokens as `Retry-After`.
 /// - Refused requests that count in a window by first request: one token too many may count in the next window.
-/// - Penalties of sliding windows beside other rules: where another rule refuses first, and tokens are left but too few for the
-///   request, none starts.
 /// - Leased tokens of windows that depend on each other, and of segments: at the end they are returned a little later.
 fn leave_out_inexact(rule: &mut Rule, number_of_rules: usize, has_steps: bool) {
     let is_sliding = |layers: &Vec<Layer>| layers.iter().any(|layer| layer.kind == Kind::Sliding);
@@ -227,9 +225,6 @@ fn leave_out_inexact(rule: &mut Rule, number_of_rules: usize, has_steps: bool) {
     let has_first_request = rule.layers.iter().any(|layer| layer.kind == Kind::FirstRequest);
     if (has_sliding || has_first_request) && rule.sharing != Sharing::Off {
         rule.count_refused = false;
-    }
-    if has_sliding && rule.sharing != Sharing::Off && number_of_rules > 1 {
-        rule.penalty_ms = None;
     }
     let is_settled = rule.counted_statuses.is_some() || matches!(rule.cost, Cost::ResponseField { .. });
     let has_several = |layers: &Vec<Layer>| layers.len() > 1;
@@ -1075,6 +1070,10 @@ fn gateways_in_exact_mode_decide_together_as_documented() {
         for rule in &mut configuration.rules {
             rule.sharing = Sharing::Exact;
             leave_out_inexact(rule, number, true);
+            if number > 1 {
+                // Where another rule refuses first, a gateway may not know that others have filled the window.
+                rule.penalty_ms = None;
+            }
         }
         store.step_to_tick();
         let toml = configuration.toml(&server.upstream, &store.toml(seed, "timeout = \"10s\""));
