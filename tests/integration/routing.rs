@@ -188,6 +188,26 @@ fn parts_of_segments_are_parameters() {
     assert_eq!(gateway.get("/old-7.html").expect(308).field("location"), Some("/new/7"));
 }
 
+/// With `encoded_slash = "keep"`, `%2F` is a part of its segment like any other character.
+#[test]
+fn a_kept_encoded_slash_is_a_part_of_its_segment() {
+    let upstream = Upstream::always(200);
+    let routes = "[[routes]]\npath = \"/static/*.css\"\nupstream = \"u\"\n\
+                  [[routes]]\npath = \"/f/{name}.txt\"\nupstream = \"u\"\nrewrite = \"/{name}\"\n";
+    let gateway = Gateway::start(&format!("encoded_slash = \"keep\"\n{}{routes}", upstream.toml("u")));
+    for (path, forwarded) in
+        [("/static/a%2fb.css", "/static/a%2fb.css"), ("/static/%2F.css", "/static/%2F.css"), ("/f/a%2fb.txt", "/a%2Fb")]
+    {
+        gateway.get(path).expect(200);
+        assert_eq!(upstream.received().pop().unwrap().target, forwarded, "{path}");
+    }
+    for path in ["/static/a/b.css", "/static%2Fa.css", "/f%2Fa.txt"] {
+        gateway.get(path).expect(404);
+    }
+    let strict = Gateway::start(&format!("{}{routes}", upstream.toml("u")));
+    strict.get("/static/a%2Fb.css").expect(400);
+}
+
 #[test]
 fn routes_match_by_query_and_network() {
     let upstream = Upstream::always(200);

@@ -258,7 +258,8 @@ fn the_field_of_client_ip_names_the_client_of_trusted_proxies() {
     }
 }
 
-/// The file is replaced under load: first with other networks, then with a page that is no list, then with the old networks.
+/// The file is replaced under load: first with other networks, then with a page that is no list and with nothing, then with the old
+/// networks, after it was gone.
 #[test]
 fn a_change_of_the_file_of_networks_is_applied_unless_it_is_broken() {
     let scratch = TempDir::new();
@@ -284,6 +285,12 @@ fn a_change_of_the_file_of_networks_is_applied_unless_it_is_broken() {
     assert_eq!(seen(), "127.0.0.1");
     process.replace_file("proxies.txt", "");
     process.wait_for_stderr("`proxies.txt` contains no network");
+    std::fs::remove_file(process.scratch.path().join("proxies.txt")).unwrap();
+    // A missing file is no change; a reload by a signal needs it.
+    process.signal("HUP");
+    process.wait_for_stderr("cannot read `proxies.txt`");
+    process.wait_for_reloads("refused", 3);
+    assert_eq!(seen(), "127.0.0.1");
     process.replace_file("proxies.txt", "127.0.0.1");
     eventually("the peer is a trusted proxy", || seen() == "192.0.2.7");
 }
