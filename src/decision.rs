@@ -470,7 +470,7 @@ impl DecisionService {
                 Operation::Reset => counters.reset(&key_query).await,
                 Operation::Limit | Operation::Check | Operation::Value => counters.value(&key_query).await,
             };
-            let KeyState { mut context, admits, is_from_store } =
+            let KeyState { mut context, admits, is_from_store, .. } =
                 state.map_err(|Unavailable| ApiError::StoreUnavailable)?;
             outcome.allowed &= admits;
             outcome.is_from_store = is_from_store;

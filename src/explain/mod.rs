@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use self::question::Question;
 use self::route_choice::RouteChoice;
-use self::rule_state::{RuleResult, RuleState, Store, error_text};
+use self::rule_state::{RuleResult, RuleState, error_text};
 use crate::proxy::body_reading::read_values;
 use crate::proxy::served_config::ServedConfig;
 use transom_config::Config;
@@ -26,7 +26,6 @@ use transom_http::{path_normalize, request_validation};
 use transom_jwt::published_keys::PublishedKeys;
 use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::key::Seed;
-use transom_limiter::rule::OnOutage;
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
 use transom_rules::access::Denial;
@@ -236,14 +235,9 @@ impl Explanation {
                 unavailable = unavailable.or(read.err());
             }
         }
-        // A rule that this gateway counts alone, or whose window is known to be full, refuses before the store is asked.
-        let refuses_alone = |(position, rule): (PlanPosition, &RuleState)| {
-            let is_known = || rules.charge_plan.rule(position).rule.on_outage != OnOutage::Local;
-            rule.result == RuleResult::Refuses
-                && !rule.is_shadow
-                && (!rule.is_shared || rule.store == Some(Store::Unreachable) && is_known())
-        };
-        if let Some(error) = unavailable.filter(|_| !self.rules.enumerate().any(refuses_alone)) {
+        let refuses_alone =
+            |rule: &RuleState| rule.result == RuleResult::Refuses && !rule.is_shadow && rule.refuses_without_store;
+        if let Some(error) = unavailable.filter(|_| !self.rules.iter().any(refuses_alone)) {
             return Err(error);
         }
         if body.is_some() && rules.may_refuse_unread {

@@ -98,6 +98,8 @@ pub struct RuleState {
     pub is_shared: bool,
     /// `None` where the store was not asked.
     pub store: Option<Store>,
+    /// Whether the rule, if it refuses, does so before the store is asked.
+    pub refuses_without_store: bool,
     /// Whether plans have windows of their own.
     pub has_plans: bool,
     pub key: KeyDescription,
@@ -135,6 +137,7 @@ impl RuleState {
             is_shadow: rule.rule.is_shadow(),
             is_shared: rule.rule.sharing != Sharing::Local,
             store: None,
+            refuses_without_store: false,
             has_plans: !rule.rule.plans.is_empty(),
             reserve_sources: keyed_request.and_then(|keyed_request| reserve_sources(keyed_request.variant)),
             counted: keyed_request.map(|keyed_request| (Variant::of(rule, keyed_request.variant), keyed_request.cost)),
@@ -198,6 +201,7 @@ impl RuleState {
             }
         };
         let now_ms = counters.clock.now().unix_ms;
+        self.refuses_without_store = !self.is_shared || state.refuses_without_store;
         let KeyState { context, admits, .. } = &mut state;
         let decision = charge_plan.decide_peeked(*admits, now_ms, context);
         let verdict = charge_plan.verdicts(context, &decision).of_rule(PlanPosition::FIRST);

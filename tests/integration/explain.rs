@@ -194,8 +194,11 @@ fn explain(gateway: &Gateway, question: &Value) -> Value {
 }
 
 /// Likewise of a gateway in a process of its own, whose admin address checks the Host field.
-fn explain_of_process(gateway: &Process, path: &str) -> Value {
-    let (body, host) = (json!({"url": format!("http://a{path}")}).to_string(), gateway.admin.to_string());
+fn explain_of_process(gateway: &Process, path: &str, fields: &[(&str, &str)]) -> Value {
+    let headers: serde_json::Map<_, _> =
+        fields.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect();
+    let body = json!({"url": format!("http://a{path}"), "headers": headers}).to_string();
+    let host = gateway.admin.to_string();
     let mut client = Client::connect(gateway.admin);
     client.request("POST", "/v1/explain", &[("Host", &host)], body.as_bytes()).expect(200).json()
 }
@@ -1028,7 +1031,7 @@ fn rules_are_explained_by_their_policy_during_an_outage() {
     gateway.get("/local").expect(200);
     gateway.get("/alone").expect(200);
     redis.kill();
-    let ask = |path: &str| explain_of_process(&gateway, path);
+    let ask = |path: &str| explain_of_process(&gateway, path, &[]);
     for (path, status) in [("/allow", None), ("/refuse", Some(503)), ("/local", None), ("/alone", Some(429))] {
         let found = ask(path);
         assert_eq!(found["status"], json!(status), "{found:#}");
@@ -1048,26 +1051,40 @@ fn rules_are_explained_by_their_policy_during_an_outage() {
 #[test]
 fn a_window_that_is_known_to_be_full_is_explained_as_full_during_an_outage() {
     let mut redis = RedisServer::start();
-    let rules: String = ["allow", "refuse"]
-        .map(|policy| {
-            format!(
-                "[rules.{policy}]\nkey = \"ip\"\nwindows = [\"2/30d\"]\non_outage = \"{policy}\"\n\
-                 [[routes]]\npath = \"/{policy}\"\nupstream = \"u\"\nrules = [\"{policy}\"]\n"
-            )
-        })
-        .concat();
+    let delay = "on_limit = \"delay\"\nmax_delay = \"1d\"";
+    let cost = "cost = { request-header = \"x-cost\", max = 9 }";
+    let (mut rules, mut paths) = (String::new(), Vec::new());
+    for (name, policy, window, more, status) in [
+        ("allow", "allow", "\"2/30d\"", "", 429),
+        ("refuse", "refuse", "\"2/30d\"", "", 429),
+        ("local", "local", "\"2/30d\"", "", 429),
+        // Only the store could say when the request is admitted.
+        ("delay-allow", "allow", "\"2/1d\"", delay, 200),
+        ("delay-refuse", "refuse", "\"2/1d\"", delay, 503),
+        ("costly", "refuse", "{ limit = 2, period = \"30d\", sliding = true }", cost, 429),
+    ] {
+        rules += &format!("[rules.{name}]\nkey = \"ip\"\nwindows = [{window}]\non_outage = \"{policy}\"\n{more}\n");
+        rules += &format!("[[routes]]\npath = \"/{name}\"\nupstream = \"u\"\nrules = [\"{name}\"]\n");
+        paths.push((format!("/{name}"), status));
+    }
+    for name in ["refuse", "local"] {
+        rules += &format!("[[routes]]\npath = \"/other-{name}\"\nupstream = \"u\"\nrules = [\"other\", \"{name}\"]\n");
+        paths.push((format!("/other-{name}"), 429));
+    }
     let gateway = Process::spawn(&format!(
         "[counters.shared]\nredis = \"{}\"\ntimeout = \"10s\"\n[upstreams.u]\nbuiltin = \"echo\"\n{rules}\
-         [rules.other]\nkey = \"ip\"\nwindows = [\"9/30d\"]\nshared = \"exact\"\non_outage = \"refuse\"\n\
-         [[routes]]\npath = \"/both\"\nupstream = \"u\"\nrules = [\"other\", \"refuse\"]\n",
+         [rules.other]\nkey = \"ip\"\nwindows = [\"9/30d\"]\nshared = \"exact\"\non_outage = \"refuse\"\n",
         redis.url()
     ));
-    let statuses = |path: &str| [0; 3].map(|_| gateway.get(path).status);
-    assert_eq!((statuses("/allow"), statuses("/refuse")), ([200, 200, 429], [200, 200, 429]));
+    for (path, _) in &paths[..6] {
+        assert_eq!([0; 2].map(|_| gateway.get(path).status), [200; 2], "{path}");
+    }
     redis.kill();
-    for path in ["/allow", "/refuse", "/both"] {
-        let found = explain_of_process(&gateway, path);
-        assert_eq!(found["status"], json!(gateway.get(path).expect(429).status), "{path}: {found:#}");
+    for (path, status) in paths {
+        let fields: &[_] = if path == "/costly" { &[("x-cost", "3")] } else { &[] };
+        let found = explain_of_process(&gateway, &path, fields);
+        assert_eq!(gateway.client().get_with(&path, fields).status, status, "{path}");
+        assert_eq!(found["status"].as_u64().unwrap_or(200), u64::from(status), "{path}: {found:#}");
     }
 }
 
@@ -1104,7 +1121,7 @@ fn full_windows_that_only_the_store_knows_are_explained_by_their_policy() {
     });
     for (path, status) in expected {
         assert_eq!(u64::from(gateway.get(&path).status), status, "{path}");
-        let found = explain_of_process(&gateway, &path);
+        let found = explain_of_process(&gateway, &path, &[]);
         assert_eq!(found["status"].as_u64().unwrap_or(200), status, "{path}: {found:#}");
     }
 }

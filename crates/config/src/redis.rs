@@ -75,7 +75,7 @@ settings! {
         mode: Sharing = Choice(Sharing::Lease, &MODES);
         /// What rules do during an outage, where they have no `on_outage`. `"local"`: each gateway counts alone. `"allow"`:
         /// requests pass uncounted. `"refuse"`: 503. A leased window that is not sliding refuses while the gateway knows that it
-        /// is full.
+        /// is full, except for requests that may wait.
         on_outage: OnOutage = Choice(OnOutage::Local, &OUTAGES);
         /// How long one request waits for the store, in total.
         timeout: Duration = Restart(Time(Duration::from_millis(50), 1..=10_000));

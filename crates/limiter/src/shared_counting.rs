@@ -192,17 +192,7 @@ impl ChargePlan {
             let charge = &charges[position];
             let keyed_request = keyed_requests[charge.layer.position].filter(|_| charge.is_full);
             let Some(keyed_request) = keyed_request else { continue };
-            let layer = self.layer(charge.layer);
-            let is_exhausted = || {
-                let (cost, capacity) = (u64::from(charge.request.cost), u64::from(layer.capacity));
-                let used_locally = || self.rule_set().local_usage(charge.layer.id, keyed_request, table, now).used;
-                let is_known_full = |spent| spent + used_locally() + cost > capacity;
-                // Tokens of a sliding window come back before the known usage ends: the store has to be asked.
-                let is_known = layer.request.kind != WindowKind::Sliding;
-                cost > capacity
-                    || is_known && layer.spent_tokens(table, keyed_request, now_ms).is_some_and(is_known_full)
-            };
-            if charge.mode != CountingMode::Leased || is_exhausted() {
+            if charge.mode != CountingMode::Leased || self.is_exhausted(charge, keyed_request, table, now, now_ms) {
                 is_full = true;
             } else {
                 missing_tokens.push(position);
@@ -223,6 +213,42 @@ impl ChargePlan {
             }
         }
         !is_full && !missing_tokens.is_empty()
+    }
+
+    /// Whether a full leased layer refuses a request whatever the store counts.
+    fn is_exhausted<const W: usize>(
+        &self,
+        charge: &LayerCharge,
+        keyed_request: KeyedRequest,
+        table: &Table<W>,
+        now: DecisionTime<'_>,
+        now_ms: u64,
+    ) -> bool {
+        let layer = self.layer(charge.layer);
+        let (cost, capacity) = (u64::from(charge.request.cost), u64::from(layer.capacity));
+        let used_locally = || self.rule_set().local_usage(charge.layer.id, keyed_request, table, now).used;
+        let is_known_full = |spent| spent + used_locally() + cost > capacity;
+        // Tokens of a sliding window come back before the known usage ends: the store has to be asked.
+        let is_known = layer.request.kind != WindowKind::Sliding;
+        cost > capacity || is_known && layer.spent_tokens(table, keyed_request, now_ms).is_some_and(is_known_full)
+    }
+
+    /// Whether a request that was peeked at is refused without a call of the store, by the counting modes in the context. Only the
+    /// store can say when a request that may wait is admitted.
+    pub fn refuses_without_store<const W: usize>(
+        &self,
+        table: &Table<W>,
+        now: DecisionTime<'_>,
+        context: &DecisionContext,
+    ) -> bool {
+        let is_exhausted = |charge: &LayerCharge| {
+            let position = charge.layer.position;
+            let keyed_request = context.inputs.keyed_requests[position].filter(|_| charge.is_full);
+            context.sharing.counting_modes[position] == CountingMode::Leased
+                && keyed_request.is_some_and(|request| self.is_exhausted(charge, request, table, now, now.unix_ms))
+        };
+        context.result.charges.iter().any(is_exhausted)
+            && self.admission_times(self.time(now.unix_ms), context).is_none()
     }
 
     /// Whether a charge made without the store exceeds what the known usage leaves. After the charge was prepared,

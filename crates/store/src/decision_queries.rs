@@ -49,6 +49,8 @@ pub struct KeyState {
     pub admits: bool,
     /// Whether the store was read. Otherwise the usage is what this gateway knows.
     pub is_from_store: bool,
+    /// Whether the store cannot be reached, and a request would be refused before it is asked.
+    pub refuses_without_store: bool,
 }
 
 impl SharedCounters {
@@ -99,13 +101,8 @@ impl SharedCounters {
             let clock = || self.clock.now().unix_ms;
             charge_plan.peek(&self.table, DecisionTime::read(&clock), context);
             charge_plan.set_counting_modes(|_position| false, &mut context.sharing.counting_modes);
-            let modes = &context.sharing.counting_modes;
-            // A leased window that is known to be full refuses without a call of the store, unless it slides: its tokens come back
-            // before the known usage ends.
-            let is_refused = context.result.charges.iter().any(|charge| {
-                let is_sliding = charge_plan.layer(charge.layer).request.kind == WindowKind::Sliding;
-                charge.is_full && modes[charge.layer.position] == CountingMode::Leased && !is_sliding
-            });
+            let refuses_without_store =
+                charge_plan.refuses_without_store(&self.table, DecisionTime::read(&clock), context);
             // What is known of other gateways, plus what was counted here. A request spends leased tokens first.
             let layers: Vec<LayerRef> = context.result.charges.iter().map(|charge| charge.layer).collect();
             let now_ms = self.clock.now().unix_ms;
@@ -118,14 +115,17 @@ impl SharedCounters {
             };
             charge_plan.set_counting_modes(lacks_lease, &mut context.sharing.counting_modes);
             if context.sharing.counting_modes.as_slice().contains(&CountingMode::Remote) {
-                let state = KeyState { context: take(context), admits: false, is_from_store: false };
-                return is_refused.then_some(state).ok_or(Unavailable);
+                let state =
+                    KeyState { context: take(context), admits: false, is_from_store: false, refuses_without_store };
+                return refuses_without_store.then_some(state).ok_or(Unavailable);
             }
             let admits = charge_plan.peek_local_fallback(&layers, &self.table, DecisionTime::read(&clock), context);
-            return Ok(KeyState { context: take(&mut pending.context), admits, is_from_store: false });
+            let context = take(&mut pending.context);
+            return Ok(KeyState { context, admits, is_from_store: false, refuses_without_store });
         }
         let admits = pending.context.result.charges.iter().all(|charge| charge.usage.admits(charge.request));
-        Ok(KeyState { context: take(&mut pending.context), admits, is_from_store: true })
+        let context = take(&mut pending.context);
+        Ok(KeyState { context, admits, is_from_store: true, refuses_without_store: false })
     }
 
     /// Asks when a full sliding counter has as many tokens as the request needs. A read only tells when the next one returns.
