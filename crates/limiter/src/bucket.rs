@@ -280,6 +280,10 @@ impl<const W: usize> SlotArray<W> {
                     }
                 }
             }
+            // A key that is found has no other counter. The second bucket is in other cache lines.
+            if found.iter().all(Option::is_some) {
+                break;
+            }
         }
         found
     }
@@ -433,6 +437,31 @@ mod tests {
         let counter = CounterWord::new(key.tag, 100, 0);
         assert!(matches!(slots.insert(key, window, 50, || false), InsertResult::At(0, word) if word == counter));
         assert_eq!(slots.words().collect::<Vec<_>>(), [counter, CounterWord::EMPTY]);
+    }
+
+    /// The counters of three keys, each in any of the slots of both buckets, beside other counters and a claim.
+    #[test]
+    fn one_search_finds_what_a_search_for_each_key_finds() {
+        let memory = Memory::zeroed(1024).unwrap();
+        let keys = [7, 8, 9].map(|tag| Key { bucket_hash: 1, tag });
+        for slot in 0..16 {
+            let slots = SlotArray::<4>::new(memory.words(0, 16).unwrap(), memory.numbers(512, WATERMARKS).unwrap());
+            for index in 0..16 {
+                let word = match (index + slot) % 16 {
+                    0 => CounterWord::new(7, 100, 1),
+                    5 => CounterWord::new(8, 100, 2),
+                    6 => CounterWord::claim(9, 1),
+                    10 => CounterWord::new(9, 100, 3),
+                    other => CounterWord::new(100 + other as u64, 100, 4),
+                };
+                assert!(slots.restore(index, word));
+            }
+            let each = keys.map(|key| match slots.find(key) {
+                FindResult::Counter(_, word) => Some(word),
+                FindResult::Claim(..) | FindResult::Nothing => None,
+            });
+            assert_eq!(slots.find_each(keys), each, "{slot}");
+        }
     }
 
     /// A claim is confirmed only if no slot of the key that is searched before has another.

@@ -20,9 +20,10 @@ use crate::window_kind::{AcquireRequest, Usage, WindowKind, usage};
 
 /// Segments that count at one time: those of one period, and the current one.
 const OPEN_SEGMENTS: u64 = SEGMENTS_PER_PERIOD + 1;
-/// Segments whose counters are in the same two buckets, and so in few cache lines. All of them would overfill a bucket.
-/// Models have two segments.
+/// Segments whose counters are in the same two buckets, and so in few cache lines. All of them would overfill a bucket. In models,
+/// which have two segments, they do not.
 const SEGMENTS_PER_BUCKET: usize = if OPEN_SEGMENTS < 3 { OPEN_SEGMENTS as usize } else { 3 };
+const _: () = assert!(OPEN_SEGMENTS.is_multiple_of(SEGMENTS_PER_BUCKET as u64), "each bucket has as many segments");
 /// How often a charge is tried again after other threads changed the counter.
 const TRIES: u32 = 64;
 
@@ -166,7 +167,10 @@ impl SlidingCounter {
                     continue;
                 }
                 let request = self.segment_request(segment, 0);
-                let usage = table.usage_of(*word, self.counter_at(position), request, time);
+                let usage = match *word {
+                    Some(word) => usage(word, request, time),
+                    None => table.usage_without_counter(self.counter_at(position), request, time),
+                };
                 if usage.end_ms > request.end_ms {
                     return self.sum(table, self.segments.expiring_at(usage.end_ms).max(latest + 1), time);
                 }

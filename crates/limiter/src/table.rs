@@ -336,24 +336,9 @@ impl<const W: usize> Table<W> {
         (self.usage_without_counter(counter, request, time), None)
     }
 
-    /// As [`Table::peek`], with the result of a search for the counter.
-    #[inline(always)]
-    pub fn usage_of<const PLAIN: bool>(
-        &self,
-        found: Option<CounterWord>,
-        counter: Counter,
-        request: AcquireRequest,
-        time: Time<'_, PLAIN>,
-    ) -> Usage {
-        match found {
-            Some(word) => usage(word, request, time),
-            None => self.usage_without_counter(counter, request, time),
-        }
-    }
-
     /// The usage of a key that has no counter of its own.
     #[inline(always)]
-    fn usage_without_counter<const PLAIN: bool>(
+    pub(super) fn usage_without_counter<const PLAIN: bool>(
         &self,
         counter: Counter,
         request: AcquireRequest,
