@@ -196,14 +196,9 @@ fn parse_address(text: &str) -> Result<String, String> {
 }
 
 impl AdminAddress {
-    /// Whether the command names the address.
-    pub fn is_given(&self) -> bool {
-        self.admin.is_some()
-    }
-
     /// The address that the command names.
-    pub fn given(&self) -> Option<String> {
-        self.admin.clone()
+    pub fn given(&self) -> Option<&str> {
+        self.admin.as_deref()
     }
 
     /// Reads the configuration only if the command names no address.

@@ -107,7 +107,7 @@ pub fn deny(Arguments { action, config }: &Arguments) -> Exit {
 }
 
 fn find_place(path: &Path, gateway: &AskedGateway) -> Result<Place, Failure> {
-    if !gateway.address.is_given() {
+    if gateway.address.given().is_none() {
         let config = read_current_config(path, None)?;
         if access_of(&config, path)?.source == AccessSource::File {
             return Ok(Place::File(Box::new(config)));

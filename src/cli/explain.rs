@@ -86,7 +86,7 @@ pub fn explain(path: &Path, options: &Options) -> Exit {
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default());
     let explained = runtime.map_err(|error| error.to_string()).and_then(|runtime| {
         let token = options.gateway.token.read(config.as_ref())?;
-        let address = given.or_else(|| admin_client::admin_address(config.as_ref()?));
+        let address = given.map(str::to_owned).or_else(|| admin_client::admin_address(config.as_ref()?));
         let gateway = address.map(|address| RunningGateway { address, token });
         runtime.block_on(async {
             if let Some(gateway) = &gateway

@@ -62,9 +62,10 @@ fn import_files(options: &Options) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether a file is a pipe, a terminal or another device. The standard output may also be a regular file, which a shell has made.
+/// Whether a file is a pipe, a terminal or another device. What a descriptor leads to may also be a regular file, which a shell has opened.
 fn is_stream(file: &Path) -> bool {
-    file.starts_with("/dev") || fs::metadata(file).is_ok_and(|found| !found.is_file() && !found.is_dir())
+    ["/dev/stdout", "/dev/stderr", "/dev/fd"].iter().any(|stream| file.starts_with(stream))
+        || fs::metadata(file).is_ok_and(|found| !found.is_file() && !found.is_dir())
 }
 
 fn exists(file: &Path) -> Failure {
@@ -80,4 +81,18 @@ fn write(file: &Path, text: &str, force: bool) -> Result<(), Failure> {
         _ => Failure::io(file, &error),
     })?;
     new.write_all(text.as_bytes()).map_err(|error| Failure::io(file, &error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_memory_file_systems_are_no_streams() {
+        for (file, expected) in
+            [("/dev/stdout", true), ("/dev/fd/1", true), ("/dev/null", true), ("/dev/shm/new.toml", false)]
+        {
+            assert_eq!(is_stream(Path::new(file)), expected, "{file}");
+        }
+    }
 }

@@ -200,10 +200,11 @@ async fn exchange_over_tcp(server: SocketAddr, query: &[u8]) -> io::Result<Respo
     stream.write_all(&message).await?;
     let mut response = vec![0; usize::from(stream.read_u16().await?)];
     stream.read_exact(&mut response).await?;
-    // A complete response over TCP is not truncated.
-    parse_response(&response, query)
-        .filter(|response| !response.is_truncated)
-        .ok_or_else(|| io::Error::other("the response is malformed"))
+    match parse_response(&response, query) {
+        Some(response) if response.is_truncated => Err(io::Error::other("the response over TCP is truncated")),
+        Some(response) => Ok(response),
+        None => Err(io::Error::other("the response is malformed")),
+    }
 }
 
 #[cfg(test)]

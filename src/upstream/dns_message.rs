@@ -90,7 +90,8 @@ impl Name {
     }
 }
 
-/// As in a zone file (RFC 1035, section 5.1), without the last dot: what a label of a host cannot have is escaped.
+/// Labels separated by dots, without the last dot. Dots, quotes and backslashes in labels are escaped by a backslash, and bytes that are
+/// not graphic by a backslash and three decimal digits (RFC 1035, section 5.1).
 impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (number, label) in self.labels().enumerate() {

@@ -101,11 +101,13 @@ impl ServiceLog {
             let (changes, servers) = (std::mem::take(&mut self.changes), listed.servers.len());
             tracing::info!(service, servers, changes, "the servers of the service have changed");
         }
-        if self.refused != listed.refused && self.allow(now) {
-            if let Some(refused) = &listed.refused {
+        match &listed.refused {
+            None => self.refused = None,
+            Some(refused) if self.refused != listed.refused && self.allow(now) => {
                 tracing::warn!(service, "{refused}");
+                self.refused.clone_from(&listed.refused);
             }
-            self.refused.clone_from(&listed.refused);
+            Some(_) => {}
         }
     }
 }
@@ -323,6 +325,16 @@ mod tests {
         ] {
             assert_eq!(refused(target), named(name));
         }
+    }
+
+    /// Servers that are not valid appear and disappear. Only messages count.
+    #[test]
+    fn servers_that_are_valid_again_are_no_message() {
+        let (mut log, start) = (ServiceLog::default(), start());
+        for targets in [[("x/y", 80)], [("a.test", 80)], [("x/y", 80)], [("a.test", 80)]] {
+            log.found("", &servers_of(&source(), found(&targets).unwrap().records), start);
+        }
+        assert_eq!((log.refused, log.spent), (None, 2));
     }
 
     /// What a record that changes with each look-up writes to the log in an hour.

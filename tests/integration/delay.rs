@@ -262,6 +262,20 @@ fn a_waiter_that_is_refused_for_its_own_charge_names_the_window() {
     gateway.get_with("/b", &[("X-User", "b")]).expect(200);
 }
 
+/// The window that refuses it after all starts a penalty, although the refund gives back its token.
+#[test]
+fn a_waiter_that_another_rule_refuses_starts_its_penalty() {
+    let upstream = Upstream::always(200);
+    let toml =
+        per_client_and_global(&upstream, "2/2m").replace("\"2/2m\"", "{ limit = 2, period = \"2m\", sliding = true }");
+    let gateway = Gateway::start(&toml.replace("key = \"global\"", "key = \"global\"\npenalty = \"1h\""));
+    gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
+    let mut waits = send_and_wait_as(&gateway, "a", "/a2");
+    gateway.advance_s(60);
+    assert_eq!(waits.read_response().expect(429).field("retry-after"), Some("3600"));
+    assert_eq!(gateway.get_with("/b", &[("X-User", "b")]).expect(429).field("retry-after"), Some("3600"));
+}
+
 /// It counts in the windows that are open when it is refused.
 #[test]
 fn a_waiter_that_another_rule_refuses_counts_once_where_refusals_count() {

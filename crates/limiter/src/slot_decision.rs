@@ -1,6 +1,6 @@
 //! Decides which slots a request gets by the rules of its route, before its windows are decided.
 
-use crate::charge_plan::ChargePlan;
+use crate::charge_plan::{ChargePlan, LayerRef};
 use crate::concurrency::{ConcurrencyUsage, QueuedSlot, Slot, SlotState};
 use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
@@ -77,11 +77,18 @@ impl ChargePlan {
         }
     }
 
-    /// Completes the result of a request that found no free slot, or that was delayed and is refused after all: peeks at its counters,
-    /// starts penalties of full windows, and charges the counters where refusals count.
+    /// Completes the result of a request that found no free slot, or that was delayed and is refused after all by the layers `refusing`:
+    /// peeks at its counters, starts penalties of full windows, and charges the counters where refusals count.
     #[cold]
-    pub fn refuse<const W: usize>(&self, table: &Table<W>, now: DecisionTime<'_>, context: &mut DecisionContext) {
+    pub fn refuse<const W: usize>(
+        &self,
+        table: &Table<W>,
+        now: DecisionTime<'_>,
+        context: &mut DecisionContext,
+        refusing: &[LayerRef],
+    ) {
         self.peek(table, now, context);
+        context.set_full(refusing);
         self.start_penalties(table, now, context, ChargePosition::FIRST);
         self.charge_refusal(table, context, ChargePosition::FIRST);
     }

@@ -304,7 +304,7 @@ impl ChargePlan {
 }
 
 impl DecisionContext {
-    /// States that these layers refused the request, although tokens may have come back since.
+    /// States that these layers have refused the request, although refunds may have given back their tokens.
     pub fn set_full(&mut self, layers: &[LayerRef]) {
         let charges = self.result.charges.iter_mut().filter(|charge| layers.contains(&charge.layer));
         charges.for_each(|charge| charge.is_full = true);

@@ -309,7 +309,7 @@ impl Scenario {
             }
             SlotsResult::Full(_) | SlotsResult::Refused => {
                 slots.clear();
-                charge_plan.refuse(table, now, context);
+                charge_plan.refuse(table, now, context, &[]);
                 Decision::Refused
             }
         };
@@ -487,7 +487,7 @@ impl Scenario {
         self.context = context;
         let clock = || now_ms;
         let now = DecisionTime::starting_at(now_ms, &clock);
-        self.charge_plans[request.rules_id].refuse(&self.table, now, &mut self.context);
+        self.charge_plans[request.rules_id].refuse(&self.table, now, &mut self.context, &[]);
         let label = |position: PlanPosition| labels[position].clone();
         self.conclude(now_ms, &request, Vec::new(), Decision::Refused, &label);
     }
@@ -517,20 +517,21 @@ impl Scenario {
                 until_ms
             }
             Decision::Delayed { .. } | Decision::Refused => {
-                let mut refusing = None;
-                for layer in charge_plan.refusing_layers(&self.context) {
-                    let counts = &mut self.rules[layer.id.rule];
-                    counts.layers[layer.id.position].full += 1;
-                    // The layers of a rule follow each other.
-                    if refusing.replace(layer.position) != Some(layer.position) {
+                let refusing = charge_plan.refusing_layers(&self.context);
+                for layer in &refusing {
+                    self.rules[layer.id.rule].layers[layer.id.position].full += 1;
+                }
+                for (position, rule) in charge_plan.rules().enumerate() {
+                    if refusing.iter().any(|layer| layer.position == position) {
+                        let counts = &mut self.rules[*rule];
                         counts.refused += 1;
-                        let waits = delayed.waiter.as_ref().is_some_and(|waiter| waiter.position == layer.position);
+                        let waits = delayed.waiter.as_ref().is_some_and(|waiter| waiter.position == position);
                         *(if waits { &mut counts.delayed } else { &mut counts.admitted }) -= 1;
                     }
                 }
                 self.refused += 1;
                 self.rule_set.refund(&delayed.receipts, u32::MAX, &self.table, now_ms);
-                charge_plan.refuse(&self.table, now, &mut self.context);
+                charge_plan.refuse(&self.table, now, &mut self.context, &refusing);
                 self.compare(&delayed.request, LoggedDecision::Refused);
                 return;
             }

@@ -88,9 +88,7 @@ impl CounterAccess {
         store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         let refusing = charge_plan.refusing_layers(context);
-        self.refuse(charge_plan, context, store_key);
-        // After the refunds, these windows may have tokens again.
-        context.set_full(&refusing);
+        self.refuse_by(charge_plan, context, &refusing, store_key);
     }
 
     /// Completes the result of a request that found no free slot.
@@ -100,10 +98,21 @@ impl CounterAccess {
         context: &mut DecisionContext,
         store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
+        self.refuse_by(charge_plan, context, &[], store_key);
+    }
+
+    /// `refusing`: the layers that have refused the request.
+    fn refuse_by(
+        &self,
+        charge_plan: &ChargePlan,
+        context: &mut DecisionContext,
+        refusing: &[LayerRef],
+        store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
+    ) {
         let clock = || self.clock.now().unix_ms;
-        charge_plan.refuse(&self.table, DecisionTime::read(&clock), context);
+        charge_plan.refuse(&self.table, DecisionTime::read(&clock), context, refusing);
         if let Some(shared) = self.shared_by(charge_plan) {
-            shared.charge_refusal(charge_plan, context, store_key);
+            shared.charge_refusal(charge_plan, context, refusing, store_key);
         }
     }
 
@@ -275,7 +284,7 @@ impl CounterAccess {
         let mut context = query.local_context();
         let clock = || self.clock.now().unix_ms;
         let admits = query.charge_plan.peek(&self.table, DecisionTime::read(&clock), &mut context);
-        KeyState { context, admits, is_from_store: false }
+        KeyState { context, admits, is_from_store: false, refuses_without_store: false }
     }
 
     /// Refunds charges that can be refunded by now.

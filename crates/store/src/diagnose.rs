@@ -185,13 +185,15 @@ pub async fn diagnose(
         }
     }
     let has_problem = |report: &ServerReport| report.findings.iter().any(|finding| finding.severity == Problem);
-    // Then the masters cannot be reached for the same reasons.
+    // Then it is known already why the masters are not found.
     let is_explained = !diagnosis.reports.is_empty() && diagnosis.reports.iter().all(has_problem);
+    // Sentinels that reject the login may name a master all the same. Masters of a cluster fail for reasons of their own.
+    let has_sentinels = matches!(settings.nodes, Nodes::Sentinel { .. });
     match diagnosis.client.masters(&format!("{}:{{transom-check|", settings.prefix)).await {
         Ok(masters) => {
             for (link, base) in masters {
                 match link.get().await {
-                    Err(_) if is_explained => {}
+                    Err(_) if is_explained && has_sentinels => {}
                     opened => diagnosis.examine("server", opened, &["INFO"], &checks, Some(base)).await,
                 }
             }

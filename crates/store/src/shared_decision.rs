@@ -266,12 +266,13 @@ impl SharedCounters {
         }
     }
 
-    /// Charges a request that was refused for a lack of slots, or after its delay, in rules that count refusals, and starts penalties of full
-    /// windows. `context` has the usage of its counters.
+    /// Charges a request that was refused for a lack of slots, or after its delay by the layers `refusing`, in rules that count refusals, and
+    /// starts penalties of full windows. `context` has the usage of its counters.
     pub fn charge_refusal(
         self: &Rc<Self>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
+        refusing: &[LayerRef],
         store_key: impl Fn(PlanPosition) -> Option<Rc<str>>,
     ) {
         let progress = DecisionProgress { ignores_leases: true, ..DecisionProgress::new(charge_plan) };
@@ -280,6 +281,7 @@ impl SharedCounters {
         let modes = &context.sharing.counting_modes;
         context.result.charges.retain(|charge| modes[charge.layer.position] != CountingMode::Remote);
         self.add_layers_not_sent(charge_plan, context, &progress, &store_key);
+        context.set_full(refusing);
         // A refusal that cannot wait states the penalties that are known to start. The calls go on.
         drop(self.start_checks(charge_plan, context, &store_key));
         drop(self.start_penalties(charge_plan, context, &store_key));
@@ -709,7 +711,7 @@ mod tests {
             let (_, mut context) = worker.outcome("a", 2).await.unwrap();
             worker.settled_calls().await;
             let texts = worker.store_keys("a");
-            worker.shared.charge_refusal(&worker.charge_plan, &mut context, |rule| texts[rule].clone());
+            worker.shared.charge_refusal(&worker.charge_plan, &mut context, &[], |rule| texts[rule].clone());
             assert_eq!(worker.settled_calls().await, [acquire(KEY, [2, 2, 0])]);
         });
     }

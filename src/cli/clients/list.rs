@@ -15,7 +15,7 @@ use transom_limiter::secret_digest::Digest;
 use transom_rules::client_plans::describe_client;
 
 pub fn list(path: &Path, list: &List) -> Result<(), Failure> {
-    let clients = match list.gateway.address.is_given() {
+    let clients = match list.gateway.address.given().is_some() {
         true => {
             let gateway = list.gateway.find(path)?;
             listed_clients(&gateway, list)?.ok_or_else(|| gateway.not_running())?

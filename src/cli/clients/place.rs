@@ -48,7 +48,7 @@ impl Done {
 impl<'p> Place<'p> {
     /// `new_client`: the client that may be added.
     pub fn find(path: &'p Path, asked: &AskedGateway, new_client: Option<&str>) -> Result<Place<'p>, Failure> {
-        if asked.address.is_given() {
+        if asked.address.given().is_some() {
             return Ok(Place::Gateway(asked.find(path)?, None));
         }
         let config = Box::new(read_current_config(path, new_client)?);

@@ -17,7 +17,7 @@ use transom_limiter::secret_digest::Digest;
 use transom_rules::client_plans::describe_client;
 
 pub fn show(path: &Path, show: &Show) -> Result<(), Failure> {
-    if show.gateway.address.is_given() {
+    if show.gateway.address.given().is_some() {
         let gateway = show.gateway.find(path)?;
         print(show, gateway.ask(Question::get(&target(&show.name)))?.body());
         return Ok(());

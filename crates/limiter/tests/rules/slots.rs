@@ -100,7 +100,7 @@ fn a_refusal_for_lack_of_a_slot_is_counted_where_refusals_count() {
         let _held = acquire(&mut gateway, None);
         assert_eq!(acquire(&mut gateway, None).0, SlotsResult::Refused);
         let Gateway { charge_plan, table, context } = &mut gateway;
-        charge_plan.refuse(table, DecisionTime::read(&|| 50), context);
+        charge_plan.refuse(table, DecisionTime::read(&|| 50), context, &[]);
         assert_eq!(context.result.charges.as_slice()[0].usage.used, used);
     }
 }
