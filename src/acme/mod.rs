@@ -363,7 +363,7 @@ impl Orderer {
                 // The authority has no renewal information.
                 Err(instant_acme::Error::Unsupported(_)) => {}
                 Err(error) if !is_rate_limit(&error) => {
-                    tracing::info!(domains = self.names(), "ordered without the certificate that it renews: {error}");
+                    tracing::info!(domains = self.names(), "orders without the certificate that it renews: {error}");
                 }
                 other => return other,
             }

@@ -20,7 +20,7 @@ use crate::support::redis::{RedisServer, free_port};
 use crate::support::test_ca::TestCa;
 use crate::support::tls::{self, TlsClient};
 use crate::support::upstream::{self, ReceivedRequest, Upstream};
-use crate::support::{TempDir, eventually, eventually_within};
+use crate::support::{TempDir, eventually, eventually_within, guide_blocks};
 
 /// An authority for tests, with its DNS server.
 struct Pebble {
@@ -401,4 +401,23 @@ fn the_authority_suggests_renewals_and_learns_what_they_replace() {
     let [first, second, third] = [0, 1, 2].map(|number| Some(authority.asked()[number].clone()));
     assert_eq!(authority.replaced(), [None, first, second, None, third, None]);
     assert_eq!(orders(&gateway, "failed"), 0);
+}
+
+/// With the configuration of the guide: only addresses, the authority and the folder are those of the test.
+#[test]
+fn the_guide_to_issued_certificates_is_right() {
+    let (http, https) = (free_port(), free_port());
+    let pebble = Pebble::start(http, 1, 3600, "0", &Value::Null);
+    let (ca, storage) = (pebble.scratch.path().join("ca.pem"), pebble.scratch.path().join("acme"));
+    let toml = guide_blocks("tls", "toml").remove(1);
+    assert!(toml.contains("acme"), "{toml}");
+    let toml = toml
+        .replace("\"0.0.0.0:80\"", &format!("\"127.0.0.1:{http}\"\nadmin = \"127.0.0.1:0\""))
+        .replace("0.0.0.0:443", &format!("127.0.0.1:{https}"))
+        .replace("\"/var/lib/transom/acme\"", &format!("{storage:?}, directory = {:?}, ca = {ca:?}", pebble.directory));
+    let gateway = Gateway::start_at(&format!("{toml}{ROUTE}"), now_s());
+    eventually_within(Duration::from_secs(60), "the certificate is issued", || orders(&gateway, "issued") == 1);
+    assert_eq!(pebble.get(gateway.https_addresses()[0], "api.example.com").as_deref(), Some("200"));
+    assert_eq!(orders(&gateway, "failed"), 0);
+    eventually("the expiry is stated", || expiry_s(&gateway, "api.example.com") > now_s());
 }

@@ -240,7 +240,7 @@ const WRITERS: [Writer; 25] = [
     }),
     writer("haproxy", Has { agents: false, ..NO_HOSTS }, |r| {
         format!(
-            "{}:41000 [{}.000] http-in~ static/srv1 10/0/30/69/{} {} 2750 - - ---- 1/1/1/1/0 0/0 {{a b|1wt.eu}} {{}} \
+            "{}:41000 [{}.000] http-in static/srv1 10/0/30/69/{} {} 2750 - - ---- 1/1/1/1/0 0/0 {{a b|1wt.eu}} {{}} \
              \"{} {} HTTP/1.1\"",
             r.client,
             &common(r.start)[..20],

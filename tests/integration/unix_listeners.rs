@@ -288,12 +288,15 @@ fn the_guide_to_sidecars_is_right() {
 fn commands_find_the_admin_socket() {
     let scratch = TempDir::new();
     let path = scratch.path().join("admin.sock");
-    scratch.write("access.toml", "");
-    let rule = one_rule("key = \"ip\"\nwindows = [\"3/hour\"]");
+    let (access, clients) = (
+        scratch.write("access.toml", ""),
+        scratch.write("clients.toml", "[clients.acme]\nplan = \"gold\"\nsubjects = [\"k1\"]\n"),
+    );
+    let rule = one_rule("key = \"ip\"\nwindows = [\"3/hour\"]\nplans.gold.windows = [\"9/hour\"]");
     let toml = format!(
-        "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"unix:{}\"\n[access]\nfile = {:?}\n{rule}",
-        path.display(),
-        scratch.path().join("access.toml")
+        "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"unix:{}\"\n[access]\nfile = {access:?}\n\
+         [clients]\nfile = {clients:?}\nsubject = \"header:x-key\"\n{rule}",
+        path.display()
     );
     let file = scratch.write("gateway.toml", &toml).display().to_string();
     let (code, _, message) = run(&["health", "--config", &file]);
@@ -311,6 +314,8 @@ fn commands_find_the_admin_socket() {
         &["health", "--admin", &admin],
         &["top", "--config", &file, "--once"],
         &["deny", "list", "--admin", &admin],
+        &["clients", "list", "--admin", &admin],
+        &["clients", "show", "acme", "--admin", &admin],
         &["explain", "--admin", &admin, "http://127.0.0.1/a"],
     ] {
         let (code, _, message) = run(arguments);

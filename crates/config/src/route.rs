@@ -657,8 +657,10 @@ fn detailed_name(route: &Route, index: usize, level: usize) -> String {
         for (parameter, value) in &route.query {
             name += &format!(" ?{parameter}={}", value.as_deref().unwrap_or("*"));
         }
-        for network in &route.networks {
-            name += &format!(" {network}");
+        match &route.networks[..] {
+            [] => {}
+            [network] => name += &format!(" {network}"),
+            [first, others @ ..] => name += &format!(" {first} and {} more", others.len()),
         }
     }
     // A configured name, or a header value with spaces, may still equal the name.

@@ -37,6 +37,10 @@ pub enum Field {
     RequestLine,
     Host,
     Scheme,
+    /// Of HAProxy: a frontend, with `~` if the connection has TLS.
+    Frontend,
+    /// The port of the server, which may say the scheme.
+    ServerPort,
     Status,
     GrpcStatus,
     /// By position in [`LoggedFields::request`], followed by [`LoggedFields::response`].
@@ -188,7 +192,7 @@ const COST_KEYS: [(&str, Field); 6] = [
 ];
 
 /// Names of variables in the formats of `formats.rs`, beside those of nginx.
-const VARIABLES: [(&str, Field, u8); 11] = [
+const VARIABLES: [(&str, Field, u8); 12] = [
     ("start", Field::Time, 1),
     ("end", Field::Finished, 1),
     ("client_port", Field::ClientAndPort, 1),
@@ -200,12 +204,14 @@ const VARIABLES: [(&str, Field, u8); 11] = [
     ("remote_user", Field::ClientName, 1),
     ("proxy_add_x_forwarded_for", Field::Client, 1),
     ("https", Field::Scheme, 2),
+    // Of a pattern of `formats.rs`.
+    ("haproxy_frontend", Field::Frontend, 1),
     // Without the query, and as nginx has rewritten it.
     ("uri", Field::Target, 2),
 ];
 
 /// Names of columns in the extended log file format of the W3C.
-const COLUMNS: [(&str, Field, u8); 12] = [
+const COLUMNS: [(&str, Field, u8); 13] = [
     ("date", Field::EndTime, 1),
     ("c-ip", Field::Client, 1),
     ("cs-method", Field::Method, 1),
@@ -215,6 +221,7 @@ const COLUMNS: [(&str, Field, u8); 12] = [
     ("cs-host", Field::Host, 2),
     ("cs(host)", Field::Host, 2),
     ("cs-protocol", Field::Scheme, 1),
+    ("s-port", Field::ServerPort, 2),
     ("sc-status", Field::Status, 1),
     ("x-forwarded-for", Field::ForwardedFor, 1),
     ("x_forwarded_for", Field::ForwardedFor, 1),

@@ -64,9 +64,9 @@ const S3: &str = "$owner $bucket [$start] $client $requester $request_id $operat
                   $sent $size $ms $turn_around \"$http_referer\" \"$http_user_agent\"";
 /// "HTTP log format" and "CLF": HAProxy Configuration Manual, section 8.2. Of the braces before the request, which have
 /// captured fields, the log does not say which fields they are.
-const HAPROXY: &str = "$client_port [$start] $frontend $backend/$server $tr/$tw/$tc/$rt/$ms $status $sent $cookie1 \
+const HAPROXY: &str = "$client_port [$start] $haproxy_frontend $backend/$server $tr/$tw/$tc/$rt/$ms $status $sent $cookie1 \
                        $cookie2 $end_state $ac/$fc/$bc/$sc/$rc $sq/$queue_and_captures \"$request\"";
-const HAPROXY_CLF: &str = "$client - - [$start] \"$request\" $status $sent \"\" \"\" $port $fraction \"$frontend\" \
+const HAPROXY_CLF: &str = "$client - - [$start] \"$request\" $status $sent \"\" \"\" $port $fraction \"$haproxy_frontend\" \
                            \"$backend\" \"$server\" $tr $tw $tc $rt $ms \"$end_state\" ";
 /// "Default format string": Envoy, Access logging; with the fields that Istio adds, "Getting Envoy's Access Logs".
 const ENVOY: &str = "[$start] \"$request\" $status $flags $bytes_received $bytes_sent $ms $upstream_ms \"$client_list\" \

@@ -571,7 +571,7 @@ mod tests {
         }
     }
 
-    /// What lines of a file say, each as [`read`] writes it, with `X-Forwarded-For` and duration; values are decoded.
+    /// What lines of a file say, each as [`read`] writes it, with `X-Forwarded-For`, scheme and duration; values are decoded.
     fn read_file(format: &Arc<LogFormat>, text: &str) -> Vec<Result<String, NoRequest>> {
         let mut reader = LineReader::new(Arc::clone(format), text.as_bytes());
         let (mut found, mut headers) = (Vec::new(), Vec::new());
@@ -587,9 +587,10 @@ mod tests {
                 let fields: Vec<String> =
                     headers.iter().map(|(position, value)| format!(" {position}={}", decoded(*value))).collect();
                 let taken = line.duration_ms.map(|ms| format!(" {ms}ms")).unwrap_or_default();
+                let scheme = line.secure.map_or("", |is_secure| if is_secure { " https" } else { " http" });
                 let status = line.status.map(|status| status.to_string()).unwrap_or_default();
                 format!(
-                    "{} {} ({}) {} {} ? {} [{}] {status}{taken}{}",
+                    "{} {} ({}){scheme} {} {} ? {} [{}] {status}{taken}{}",
                     line.time_ms,
                     line.client,
                     decoded(line.forwarded_for),
@@ -620,12 +621,12 @@ mod tests {
                  cs-uri-query s-port cs-username c-ip cs(User-Agent) cs(Referer) sc-status sc-substatus sc-win32-status \
                  time-taken X-Forwarded-For\r\n2000-10-10 20:55:36 10.0.0.5 GET /a q=1 80 - ::1 curl/8+(x) - 404 0 2 250 \
                  198.51.100.1",
-                "971211335750 ::1 (198.51.100.1) GET /a ? q=1 [] 404 250ms 0=curl/8 (x)",
+                "971211335750 ::1 (198.51.100.1) http GET /a ? q=1 [] 404 250ms 0=curl/8 (x)",
             ),
             (
                 "2001:db8::7:3331 [10/Oct/2000:20:55:36.123] in~ static/srv1 10/0/30/69/+109 200 2750 - - ---- 1/1/1/1/0 \
                  0/0 {a|b} {} \"GET /#22#23?x HTTP/1.1\" 0/0/0/0/0 -/TLSv1.3/x",
-                "971211336123 2001:db8::7 () GET /\"#?x ?  [] 200 109ms",
+                "971211336123 2001:db8::7 () https GET /\"#?x ?  [] 200 109ms",
             ),
             (
                 "[2000-10-10T20:55:36.123Z] \"GET /a HTTP/2\" 0 DC 0 0 12 - \"198.51.100.1, 10.0.0.2\" \"a\\\" \"id\" \"h\" \"-\"",

@@ -224,6 +224,12 @@ impl LineFields {
             Field::Scheme => {
                 self.secure = Some([&b"https"[..], b"wss", b"on"].iter().any(|name| bytes.eq_ignore_ascii_case(name)))
             }
+            Field::Frontend => self.secure = Some(bytes.ends_with(b"~")),
+            Field::ServerPort => match bytes {
+                b"443" => self.secure = self.secure.or(Some(true)),
+                b"80" => self.secure = self.secure.or(Some(false)),
+                _ => {}
+            },
             Field::Status => {
                 if self.status.is_none_or(|(known, _)| rank < known) {
                     self.status = parse_status(bytes).map(|status| (rank, status)).or(self.status);

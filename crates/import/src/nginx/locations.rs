@@ -512,10 +512,11 @@ impl<'d> Importer<'d> {
 
     /// `allow`, `deny`, and what requires credentials: such locations are closed.
     fn set_access(&mut self, section: &mut Section, scope: &Scope<'d>) {
-        let access = self.access(section, scope);
         let satisfy_any = scope.one("satisfy").is_some_and(|satisfy| satisfy.argument() == "any");
         let is_on = |directive: &&Directive| directive.argument() != "off";
         let authentication = AUTHENTICATION.iter().find_map(|name| scope.one(name)).filter(is_on);
+        // With `satisfy any`, credentials decide about addresses that no directive names.
+        let access = self.access(section, scope, !(satisfy_any && authentication.is_some()));
         if let Some(authentication) = authentication {
             let is_network_enough = satisfy_any && matches!(access, Access::Only(_) | Access::Except(_));
             let why = match is_network_enough {
@@ -538,17 +539,18 @@ impl<'d> Importer<'d> {
         }
     }
 
-    /// The first directive that matches decides.
-    fn access(&mut self, section: &mut Section, scope: &Scope<'d>) -> Access {
+    /// The first directive that matches decides. `admits_others`: addresses that none matches are admitted.
+    fn access(&mut self, section: &mut Section, scope: &Scope<'d>, admits_others: bool) -> Access {
         let (mut admitted, mut denied, mut left) = (Vec::new(), Vec::new(), Network::ALL.to_vec());
         let directives = scope.all(&["allow", "deny"]);
         // All but some networks, of which there may be thousands.
         let is_all = |directive: &&Directive| directive.argument() == "all";
         let but_last = directives.split_last().filter(|(last, _)| last.name == "allow" && is_all(last));
-        let is_exclusion = but_last
-            .map_or(&directives[..], |(_, others)| others)
-            .iter()
-            .all(|directive| directive.name == "deny" && !is_all(directive));
+        let is_exclusion = (admits_others || but_last.is_some())
+            && but_last
+                .map_or(&directives[..], |(_, others)| others)
+                .iter()
+                .all(|directive| directive.name == "deny" && !is_all(directive));
         for directive in &directives {
             let networks = match directive.argument() {
                 "all" => Network::ALL.to_vec(),
@@ -580,13 +582,16 @@ impl<'d> Importer<'d> {
                 left = difference(&left, &network);
             }
         }
-        admitted.extend(left);
-        let is_shorter = is_exclusion || admitted.len() > LISTED_NETWORKS && denied.len() < admitted.len();
+        if admits_others {
+            admitted.extend(left);
+        }
+        let is_shorter =
+            is_exclusion || admits_others && admitted.len() > LISTED_NETWORKS && denied.len() < admitted.len();
         let listed = if is_shorter { &mut denied } else { &mut admitted };
         listed.sort();
         listed.dedup();
         if listed.len() > NETWORKS_MAX {
-            let why = "with the other lists of the location, too many networks to list: the route is closed";
+            let why = "the lists of the location have more than 10,000 networks: the route is closed";
             directives.last().into_iter().for_each(|last| self.note_at(section, Effect::Stricter, last, why));
             return Access::Closed;
         }
