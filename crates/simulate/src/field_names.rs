@@ -30,6 +30,8 @@ pub enum Field {
     /// An address, a colon and a port, also of IPv6 without brackets.
     ClientAndPort,
     ForwardedFor,
+    /// As `ForwardedFor`, where the configuration reads the field too: its position, as of `Header`.
+    ForwardedForHeader(u16),
     Method,
     Target,
     Query,
@@ -256,10 +258,19 @@ pub fn response_field(logged: &LoggedFields, name: &str) -> Option<u16> {
     position.map(|at| (logged.request.len() + at) as u16)
 }
 
+/// The known field, which the configuration may read as a header too.
+fn read_twice(field: Field, logged: &LoggedFields) -> Field {
+    match (field, request_field(logged, "x-forwarded-for")) {
+        (Field::ForwardedFor, Some(position)) => Field::ForwardedForHeader(position),
+        (field, _) => field,
+    }
+}
+
 /// What a column of the W3C's format is about. Names do not depend on their case.
 pub fn of_column(name: &str, logged: &LoggedFields) -> Option<(Field, u8)> {
     let name = name.to_ascii_lowercase();
-    let known = COLUMNS.iter().find(|(known, ..)| *known == name).map(|(_, field, rank)| (*field, *rank));
+    let known = COLUMNS.iter().find(|(known, ..)| *known == name);
+    let known = known.map(|(_, field, rank)| (read_twice(*field, logged), *rank));
     let in_parentheses = |prefix: &str| name.strip_prefix(prefix)?.strip_suffix(')');
     known.or_else(|| {
         let request = in_parentheses("cs(").and_then(|name| request_field(logged, name));
@@ -273,7 +284,7 @@ impl KeyTree {
     pub fn known(logged: &LoggedFields) -> KeyTree {
         let mut keys = KeyTree::default();
         for (key, field, rank) in KNOWN_KEYS {
-            keys.insert(key, field, rank);
+            keys.insert(key, read_twice(field, logged), rank);
         }
         for (key, field) in COST_KEYS.into_iter().filter(|_| logged.costs) {
             keys.insert(key, field, 1);

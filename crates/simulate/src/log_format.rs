@@ -571,6 +571,25 @@ mod tests {
         }
     }
 
+    /// It names the client, and is a field of the request.
+    #[test]
+    fn forwarded_for_may_be_the_key_of_a_rule() {
+        let format = format("json", &["x-forwarded-for"]);
+        for field in [
+            r#""x_forwarded_for":"203.0.113.7""#,
+            r#""http_x_forwarded_for":"203.0.113.7""#,
+            r#""request_X-Forwarded-For":"203.0.113.7""#,
+            r#""request":{"headers":{"X-Forwarded-For":["203.0.113.7"]}}"#,
+        ] {
+            let line = format!(r#"{{"ts":971211336,"ip":"::1","method":"GET","path":"/",{field}}}"#);
+            assert_eq!(
+                read_file(&format, &line),
+                [Ok("971211336000 ::1 (203.0.113.7) GET / ?  []  0=203.0.113.7".to_owned())],
+                "{field}"
+            );
+        }
+    }
+
     /// What lines of a file say, each as [`read`] writes it, with `X-Forwarded-For`, scheme and duration; values are decoded.
     fn read_file(format: &Arc<LogFormat>, text: &str) -> Vec<Result<String, NoRequest>> {
         let mut reader = LineReader::new(Arc::clone(format), text.as_bytes());

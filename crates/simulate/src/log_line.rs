@@ -151,7 +151,7 @@ impl LineFields {
             (Field::RefusedBy, _) => self.has_refused_by |= has_items,
             (Field::Header(_), Some(text)) => self.set((field, rank), text, line, headers),
             // Proxies add a line behind those of the client.
-            (Field::ForwardedFor, _) => {
+            (Field::ForwardedFor | Field::ForwardedForHeader(_), _) => {
                 if let Some(text) = last {
                     self.set((field, rank), text, line, headers);
                 }
@@ -215,6 +215,10 @@ impl LineFields {
             Field::ForwardedFor => {
                 let is_list = is_address_list(text.decoded(line, &mut Vec::new()));
                 self.forwarded_for = Some(text).filter(|_| is_list).unwrap_or_default();
+            }
+            Field::ForwardedForHeader(position) => {
+                self.set((Field::ForwardedFor, rank), text, line, headers);
+                self.set((Field::Header(position), rank), text, line, headers);
             }
             Field::Method => replace(&mut self.method),
             Field::Target => replace(&mut self.target),
