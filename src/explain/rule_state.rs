@@ -201,7 +201,7 @@ impl RuleState {
             }
         };
         let now_ms = counters.clock.now().unix_ms;
-        self.refuses_without_store = !self.is_shared || state.refuses_without_store;
+        self.refuses_without_store = state.refuses_without_store;
         let KeyState { context, admits, .. } = &mut state;
         let decision = charge_plan.decide_peeked(*admits, now_ms, context);
         let verdict = charge_plan.verdicts(context, &decision).of_rule(PlanPosition::FIRST);

@@ -102,7 +102,7 @@ impl Section {
 
     /// Whether a route limits requests, or refuses some.
     pub fn restricts(&self) -> bool {
-        !self.denied.is_empty() || ["rules", "allow", "respond"].iter().any(|name| self.get(name).is_some())
+        ["rules", "allow", "respond"].iter().any(|name| self.get(name).is_some())
     }
 
     /// Whether a route refuses all requests.

@@ -143,18 +143,23 @@ impl LineFields {
     pub fn set_array(
         &mut self,
         (field, rank): (Field, u8),
-        ArrayTexts { first, last, has_items }: ArrayTexts,
+        texts: ArrayTexts,
         line: &[u8],
         headers: &mut Vec<HeaderSpan>,
     ) {
+        let ArrayTexts { first, last, has_items } = texts;
         match (field, first) {
             (Field::RefusedBy, _) => self.has_refused_by |= has_items,
             (Field::Header(_), Some(text)) => self.set((field, rank), text, line, headers),
             // Proxies add a line behind those of the client.
-            (Field::ForwardedFor | Field::ForwardedForHeader(_), _) => {
+            (Field::ForwardedFor, _) => {
                 if let Some(text) = last {
                     self.set((field, rank), text, line, headers);
                 }
+            }
+            (Field::ForwardedForHeader(position), _) => {
+                self.set_array((Field::ForwardedFor, rank), texts, line, headers);
+                self.set_array((Field::Header(position), rank), texts, line, headers);
             }
             _ => {}
         }

@@ -284,7 +284,7 @@ impl CounterAccess {
         let mut context = query.local_context();
         let clock = || self.clock.now().unix_ms;
         let admits = query.charge_plan.peek(&self.table, DecisionTime::read(&clock), &mut context);
-        KeyState { context, admits, is_from_store: false, refuses_without_store: false }
+        KeyState { context, admits, is_from_store: false, refuses_without_store: true }
     }
 
     /// Refunds charges that can be refunded by now.

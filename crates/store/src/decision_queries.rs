@@ -49,7 +49,7 @@ pub struct KeyState {
     pub admits: bool,
     /// Whether the store was read. Otherwise the usage is what this gateway knows.
     pub is_from_store: bool,
-    /// Whether the store cannot be reached, and a request would be refused before it is asked.
+    /// Whether a refusal needs no reply of the store: it cannot be reached, or has no part in the decision.
     pub refuses_without_store: bool,
 }
 

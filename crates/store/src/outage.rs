@@ -10,7 +10,6 @@ use tokio::task::{JoinHandle, spawn_local};
 use super::circuit_breaker::FAILURES_MAX;
 use super::client::StoreError;
 use super::connection::log_excerpt;
-use super::diagnose::settings_fix;
 use super::lease_sizing::{ChargeId, CounterId, LeaseRecord, UnansweredTokens, counter_id};
 use super::outage_log::WorkerOutage;
 use super::reconnecting::ServerId;
@@ -78,7 +77,7 @@ impl SharedCounters {
 
     fn record_failures(self: &Rc<Self>, server: ServerId, times: u32, why: &str) {
         if self.breaker.record_failure(server, times, self.clock.instant(), self.timeout) {
-            let outage = self.outages.begin(server, (why, settings_fix(why)), self.metrics.outage_decisions());
+            let outage = self.outages.begin(server, why, self.metrics.outage_decisions());
             self.metrics.server_lost(outage.is_first);
             spawn_local(Rc::clone(self).recover(server, outage));
         }

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::connection::log_excerpt;
+use super::diagnose::settings_fix;
 use super::reconnecting::ServerId;
 
 /// The servers that some worker cannot reach.
@@ -30,15 +31,14 @@ pub struct WorkerOutage {
 }
 
 impl OutageLog {
-    /// A worker cannot reach a server. `fix`: what to change in the configuration, or empty. `decisions`: how many
-    /// decisions it has made without the store so far.
-    pub fn begin(self: &Arc<OutageLog>, server: ServerId, (why, fix): (&str, &str), decisions: u64) -> WorkerOutage {
+    /// A worker cannot reach a server. `decisions`: how many decisions it has made without the store so far.
+    pub fn begin(self: &Arc<OutageLog>, server: ServerId, why: &str, decisions: u64) -> WorkerOutage {
         let mut outages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let outage = outages.entry(server).or_default();
         outage.workers += 1;
         let is_first = outage.workers == 1;
         if is_first {
-            let why = log_excerpt(why);
+            let (why, fix) = (log_excerpt(why), settings_fix(why));
             let separator = if fix.is_empty() { "" } else { "; " };
             tracing::warn!(
                 "shared counters cannot be reached, each rule follows its `on_outage`: {why}{separator}{fix}"
