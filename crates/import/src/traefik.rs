@@ -2,6 +2,7 @@
 //! trusted addresses are taken from the static configuration, if it is among the files.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use crate::gateway::{Gateway, Named, Route, Section, Value, one_or_list, table, table_name, unused_name};
@@ -47,9 +48,11 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
         routers.into_iter().partition(|router| main.is_none_or(|main| serves(router, &points, main)));
     importer.entry_points(&points, main, &served);
     for router in others {
+        let names = points_of(router, &points).join(", ");
         router.node.mark_read();
         let why = format!(
-            "routes apply to all addresses: import the routers of other entry points than {} alone",
+            "routes apply to all addresses, and those of `{0}` are imported: for those of `{names}`, import the files again \
+             without the entry point `{0}`, for another gateway",
             main.unwrap_or_default()
         );
         router.note(&mut importer.gateway, Effect::LeftOut, &why);
@@ -83,29 +86,49 @@ struct Importer<'d> {
     strategy: Option<Option<u64>>,
 }
 
+/// Why requests are not redirected to https.
+const NO_REDIRECT: &str =
+    "without TLS here, it would have no end; with [listen.https], write a route with `scheme = \"http\"`";
 /// Where the gateway listens while the certificates or the address of the entry point are elsewhere.
 const LOOPBACK: &str = "127.0.0.1:8080";
 
-/// Whether requests to an entry point reach a router. One that names none has the default ones.
-fn serves(router: &Entry, points: &[&Entry], name: &str) -> bool {
+/// The names of the entry points whose requests reach a router. One that names none has the default ones.
+fn points_of<'d>(router: &'d Entry, points: &[&'d Entry]) -> Vec<&'d str> {
     let named = router.node.texts_of("entryPoints");
-    let is_default = |point: &Entry| point.node.bool_of("asDefault") == Some(true);
-    match named.is_empty() {
-        false => named.contains(&name),
-        true => {
-            !points.iter().any(|point| is_default(point))
-                || points.iter().any(|point| point.key == name && is_default(point))
-        }
-    }
+    let is_default = |point: &&&Entry| point.node.bool_of("asDefault") == Some(true);
+    let has_defaults = points.iter().any(|point| is_default(&point));
+    let defaults = points.iter().filter(|point| !has_defaults || is_default(point)).map(|point| point.key.as_str());
+    if named.is_empty() { defaults.collect() } else { named }
 }
 
-/// The entry point of most routers; `None` if neither entry points nor routers name any.
+fn serves(router: &Entry, points: &[&Entry], name: &str) -> bool {
+    points_of(router, points).contains(&name)
+}
+
+/// The entry point whose routers are imported: a public one, if possible, of most routers, with most middlewares. `None` if neither
+/// entry points nor routers name any.
 fn main_point<'d>(points: &[&'d Entry], routers: &[&'d Entry]) -> Option<&'d str> {
     let of_routers = routers.iter().flat_map(|router| router.node.texts_of("entryPoints"));
     let names: Vec<&str> = points.iter().map(|point| point.key.as_str()).chain(of_routers).collect();
-    let count = |name: &str| routers.iter().filter(|router| serves(router, points, name)).count();
+    let rank = |name: &str| {
+        let point = points.iter().find(|point| point.key == name).map(|point| &point.node);
+        let count = routers.iter().filter(|router| serves(router, points, name)).count();
+        let is_loopback = point.and_then(|point| point.text_of("address")).is_some_and(is_loopback);
+        let middlewares = point.map_or(0, |point| settings_of(point)[0].len());
+        (point.is_some(), count > 0, !is_loopback, point.and_then(redirections).is_none(), count, middlewares)
+    };
     // The first of several.
-    names.into_iter().rev().max_by_key(|name| count(name))
+    names.into_iter().rev().max_by_key(|name| rank(name))
+}
+
+fn is_loopback(address: &str) -> bool {
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host).trim_matches(['[', ']']);
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// That all requests to an entry point are redirected.
+fn redirections(point: &Node) -> Option<&Entry> {
+    point.get("http")?.setting("redirections")
 }
 
 /// Settings of an entry point that apply to all requests there.
@@ -114,9 +137,13 @@ fn settings_of(point: &Node) -> [Vec<&str>; 3] {
     [texts("http", "middlewares"), texts("forwardedHeaders", "trustedIPs"), texts("proxyProtocol", "trustedIPs")]
 }
 
-/// A name without its provider, such as `@file`.
-fn plain(name: &str) -> &str {
-    name.split('@').next().unwrap_or(name)
+/// The name of a service or middleware of the files; `None` if it is of another provider, such as `api@internal`.
+fn in_files(name: &str) -> Option<&str> {
+    match name.split_once('@') {
+        Some((name, "file")) => Some(name),
+        Some(_) => None,
+        None => Some(name),
+    }
 }
 
 impl<'d> Importer<'d> {
@@ -129,15 +156,26 @@ impl<'d> Importer<'d> {
         for point in points {
             let node = &point.node;
             let is_main = Some(point.key.as_str()) == of_main;
-            if !is_main
-                && (settings_of(node) != settings || !routers.iter().all(|router| serves(router, points, &point.key)))
-            {
+            let is_served = |router: &&'d Entry| serves(router, points, &point.key);
+            let own = settings_of(node);
+            let redirects = redirections(node);
+            if !is_main && (redirects.is_some() || own != settings || !routers.iter().all(is_served)) {
+                let is_lost = |name: &&str| !settings[0].contains(name);
+                let (effect, why) = match own[0].iter().any(is_lost) && routers.iter().any(is_served) {
+                    true => (
+                        Effect::NotEnforced,
+                        "and those of another entry point are imported: its middlewares are not applied",
+                    ),
+                    false => (Effect::LeftOut, "and not all routers and settings are those of this one"),
+                };
                 node.mark_read();
-                let why = "routes apply to all addresses, and not all routers and settings are those of this one";
-                point.note(&mut self.gateway, Effect::LeftOut, why);
+                point.note(&mut self.gateway, effect, &format!("routes apply to all addresses, {why}"));
                 continue;
             }
             node.setting("asDefault");
+            if let Some(redirects) = redirects {
+                redirects.note(&mut self.gateway, Effect::LeftOut, NO_REDIRECT);
+            }
             if let Some(tls) = node.get("http").and_then(|http| http.setting("tls")) {
                 tls.note(&mut self.gateway, Effect::LeftOut, "write the certificates to [listen.https]");
                 if is_main {
@@ -231,16 +269,22 @@ impl<'d> Importer<'d> {
             let why = "the gateway has no certificate: with [listen.https], write `scheme = \"https\"`";
             tls.note_at(&mut self.gateway, &mut section, Effect::NotEnforced, why);
         }
-        match node.text_of("service").map(plain) {
-            Some(service) => match self.upstream(service) {
-                Some(upstream) => section.set("upstream", upstream),
-                None => {
-                    let text = format!("the service `{service}` cannot be translated");
-                    section.comment(self.gateway.placed_note(Effect::LeftOut, &node.position, text));
-                    section.set("respond", table([("status", 503.into())]));
+        let service = node.setting("service");
+        match service.and_then(|service| self.upstream(service.node.text()?)) {
+            Some(upstream) => section.set("upstream", upstream),
+            None => {
+                if let Some(service) = service {
+                    let why = match service.node.text().and_then(|name| name.split_once('@')) {
+                        Some((_, "internal")) => {
+                            "it is a part of Traefik; metrics, health and the dashboard of the gateway are at the `admin` address"
+                        }
+                        Some((_, provider)) if provider != "file" => "it is of another provider, and not in the files",
+                        _ => "it cannot be translated",
+                    };
+                    service.note_at(&mut self.gateway, &mut section, Effect::LeftOut, why);
                 }
-            },
-            None => section.set("respond", table([("status", 503.into())])),
+                section.set("respond", table([("status", 503.into())]));
+            }
         }
         let mut applied = Applied::default();
         let middlewares = [self.point_middlewares.clone(), node.texts_of("middlewares")].concat();
@@ -307,7 +351,7 @@ impl<'d> Importer<'d> {
         depth: usize,
     ) {
         for name in names {
-            let found = self.middlewares.iter().find(|middleware| middleware.key == plain(name)).copied();
+            let found = self.middlewares.iter().find(|middleware| Some(&*middleware.key) == in_files(name)).copied();
             let Some(middleware) = found.filter(|_| depth < 8) else {
                 let text = format!("the middleware `{name}` is not in the files: the route is closed");
                 section.comment(self.gateway.placed_note(Effect::Stricter, &router.node.position, text));
@@ -374,9 +418,8 @@ impl<'d> Importer<'d> {
                     kind.note_at(&mut self.gateway, section, Effect::LeftOut, "only redirects to https are translated");
                     return;
                 }
-                let why = "without TLS here, it would have no end; with [listen.https], write a route with `scheme = \"http\"`";
                 node.mark_read();
-                kind.note_at(&mut self.gateway, section, Effect::LeftOut, why);
+                kind.note_at(&mut self.gateway, section, Effect::LeftOut, NO_REDIRECT);
             }
             "headers" => self.set_fields(node, section),
             "buffering" => {
@@ -484,7 +527,7 @@ impl<'d> Importer<'d> {
     }
 
     fn upstream(&mut self, name: &str) -> Option<String> {
-        let name = plain(name);
+        let name = in_files(name)?;
         if let Some(known) = self.upstream_names.get(name) {
             return Some(known.clone());
         }
@@ -498,7 +541,7 @@ impl<'d> Importer<'d> {
                 let mut parts = Vec::new();
                 for part in weighted.list_of("services") {
                     let weight = part.number_of("weight").unwrap_or(1);
-                    let named = part.text_of("name").map(plain)?;
+                    let named = part.text_of("name").and_then(in_files)?;
                     let service = self.services.iter().find(|service| service.key == named)?;
                     parts.push((weight, service.node.get("loadBalancer")?));
                 }
