@@ -114,6 +114,7 @@ const ORDERS: [(&str, &[&str]); 9] = [
             "nginx",
             "traefik",
             "traefik_rule",
+            "kong_plugins",
             "route_order",
             "tree",
             "network",

@@ -228,6 +228,8 @@ pub struct Gateway {
     pub routes: Vec<Route>,
     pub files: Vec<NamedFile>,
     pub notes: Vec<Note>,
+    /// Routes that cannot be expressed, with what they match at most, and why.
+    pub dropped: Vec<(Vec<Route>, Position, String)>,
     /// The notes that stand at a section, by their index.
     placed: BTreeSet<usize>,
 }
@@ -254,6 +256,12 @@ impl Gateway {
         }
         self.notes.push(note);
         self.notes.len() - 1
+    }
+
+    /// A route that cannot be expressed. `routes` match all that it matches, and have its restrictions. What other routes do
+    /// with these requests is noted when all are known.
+    pub fn drop_routes(&mut self, routes: Vec<Route>, position: &Position, text: String) {
+        self.dropped.push((routes, position.clone(), text));
     }
 
     /// Keeps one of equal servers of an upstream: their shares of the requests cannot differ.

@@ -9,8 +9,9 @@ use std::path::PathBuf;
 use transom_limiter::secret_digest::Digest;
 
 use crate::gateway::{Gateway, Named, NamedFile, Route, Section, Value, one_or_list, table, table_name, unused_name};
+use crate::kong_plugins::treatment;
 use crate::network::{Network, difference};
-use crate::path::{literal, of_regex, prefix, segments, within_segment};
+use crate::path::{literal, of_regex, prefix, segments, widened, within_segment};
 use crate::rate::{Window, duration_text, period_text};
 use crate::route_order::keep_order;
 use crate::source::{Effect, ImportError};
@@ -20,18 +21,6 @@ use crate::{Files, Translated};
 /// Where Kong listens unless kong.conf says otherwise.
 const ADDRESS: &str = "0.0.0.0:8000";
 const LIMITING: [&str; 2] = ["rate-limiting", "rate-limiting-advanced"];
-/// Plugins that require credentials which the gateway does not check.
-const OTHER_AUTHENTICATION: [&str; 9] =
-    ["basic-auth", "jwt", "oauth2", "hmac-auth", "ldap-auth", "openid-connect", "session", "mtls-auth", "jwt-signer"];
-/// Plugins that refuse requests in ways which the gateway does not have.
-const OTHER_RESTRICTIONS: [&str; 6] = [
-    "bot-detection",
-    "request-validator",
-    "opa",
-    "response-ratelimiting",
-    "graphql-rate-limiting-advanced",
-    "injection-protection",
-];
 const PERIODS: [(&str, u64); 6] = [
     ("second", 1000),
     ("minute", 60_000),
@@ -92,6 +81,19 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     importer.note_plugins_of_consumers(&owners);
     keep_order(&mut importer.gateway, "Kong");
     importer.add_clients();
+    for (kind, list, user) in [
+        ("upstream", &importer.upstreams, "service"),
+        ("plugin", &importer.plugins, "route"),
+        ("consumer", &importer.consumers, "route"),
+        ("consumer group", &importer.groups, "consumer"),
+    ] {
+        for node in list.iter().filter(|node| node.is_unread()) {
+            node.leave_out();
+            let name = node.text_of("name").or_else(|| node.text_of("username")).unwrap_or_default();
+            let text = format!("{kind} `{name}`: no {user} that is translated uses it");
+            importer.gateway.note(Effect::LeftOut, &node.position, text);
+        }
+    }
     Ok(translated(&documents, importer.gateway))
 }
 
@@ -217,6 +219,8 @@ impl<'d> Importer<'d> {
                 plugins.push((name, plugin));
             }
         }
+        // What closes a route precedes other responses, and what is missing then is not needed.
+        plugins.sort_by_key(|(name, _)| treatment(name).0 != Effect::Stricter);
         plugins
     }
 
@@ -259,6 +263,7 @@ impl<'d> Importer<'d> {
                 }
                 "request-transformer" => set_fields(section, config, "request_headers", &mut self.gateway),
                 "response-transformer" => set_fields(section, config, "response_headers", &mut self.gateway),
+                "request-termination" if section.is_closed() => config.mark_read(),
                 "request-termination" => {
                     let status = config.number_of("status_code").unwrap_or(503);
                     let mut respond = vec![("status".to_owned(), Value::Number(status.clamp(200, 599)))];
@@ -272,18 +277,14 @@ impl<'d> Importer<'d> {
                     section.set("respond", Value::Table(respond));
                 }
                 "correlation-id" => config.mark_read(),
-                name if OTHER_AUTHENTICATION.contains(&name) => {
-                    if let Some(entry) = plugin.setting("name") {
-                        let why = "the gateway checks no such credentials: the route is closed";
-                        entry.note_at(&mut self.gateway, section, Effect::Stricter, why);
-                    }
-                    config.mark_read();
-                    section.close(403);
-                }
                 name => {
-                    let effect = if OTHER_RESTRICTIONS.contains(&name) { Effect::NotEnforced } else { Effect::LeftOut };
+                    let (effect, why) = treatment(name);
                     if let Some(entry) = plugin.setting("name") {
-                        entry.note_at(&mut self.gateway, section, effect, "the gateway has no such plugin");
+                        entry.note_at(&mut self.gateway, section, effect, why);
+                    }
+                    plugin.setting("config").into_iter().for_each(Entry::leave_out);
+                    if effect == Effect::Stricter {
+                        section.close(403);
                     }
                 }
             }
@@ -618,6 +619,7 @@ impl<'d> Importer<'d> {
                 }
                 _ => {}
             }
+            self.set_health(&mut upstream, pool);
         }
         if server_scheme == "https" && service.bool_of("tls_verify") != Some(true) {
             let text = "the gateway verifies the certificates of these servers. For servers with certificates of their own, \
@@ -631,6 +633,58 @@ impl<'d> Importer<'d> {
         self.upstream_names.insert(id, name.clone());
         self.gateway.upstreams.push(Named { name: name.clone(), section: upstream, ..Named::default() });
         name
+    }
+
+    /// Active health checks, which Kong runs if they have an interval.
+    fn set_health(&mut self, upstream: &mut Section, pool: &Node) {
+        let Some(checks) = pool.get("healthchecks") else { return };
+        checks.setting("threshold");
+        let passive = checks.setting("passive");
+        if let Some(passive) = passive.filter(|passive| passive.node.get("unhealthy").is_some()) {
+            let why = "servers that fail are ejected as `ejection` of the upstream says";
+            passive.note_at(&mut self.gateway, upstream, Effect::Differs, why);
+            passive.node.mark_read();
+        }
+        let Some(active) = checks.setting("active") else { return };
+        let number = |part: &str, name: &str| active.node.get(part).and_then(|part| part.number_of(name)).unwrap_or(0);
+        let least =
+            |all: &[(&str, &str)]| all.iter().map(|(part, name)| number(part, name)).filter(|number| *number > 0).min();
+        let Some(interval) = least(&[("healthy", "interval"), ("unhealthy", "interval")]) else {
+            return active.node.mark_read();
+        };
+        if let Some(kind) =
+            active.node.setting("type").filter(|kind| !["http", "https"].contains(&kind.node.text().unwrap_or("")))
+        {
+            active.node.mark_read();
+            return kind.note_at(
+                &mut self.gateway,
+                upstream,
+                Effect::LeftOut,
+                "servers are checked by HTTP only, see `health`",
+            );
+        }
+        let milliseconds = |seconds: u64| Value::from(duration_text(seconds.min(86_400) * 1000));
+        let mut health = vec![
+            ("path".to_owned(), active.node.text_of("http_path").unwrap_or("/").into()),
+            ("interval".to_owned(), milliseconds(interval)),
+            ("timeout".to_owned(), milliseconds(active.node.number_of("timeout").unwrap_or(1).max(1))),
+        ];
+        let statuses: Vec<u64> = active
+            .node
+            .get("healthy")
+            .map_or(Vec::new(), |healthy| healthy.texts_of("http_statuses"))
+            .iter()
+            .filter_map(|status| status.parse().ok())
+            .collect();
+        health.push(("status".to_owned(), if statuses.is_empty() { vec![200, 302] } else { statuses }.into()));
+        let failures = ["http_failures", "tcp_failures", "timeouts"].map(|name| ("unhealthy", name));
+        for (setting, number) in
+            [("unhealthy_after", least(&failures)), ("healthy_after", least(&[("healthy", "successes")]))]
+        {
+            health.extend(number.map(|number| (setting.to_owned(), Value::Number(number.min(1000)))));
+        }
+        upstream.set("health", Value::Table(health));
+        active.node.ignore(&["concurrency", "healthy", "unhealthy"]);
     }
 
     /// Conditions that routes do not have.
@@ -691,12 +745,15 @@ impl<'d> Importer<'d> {
             let regex =
                 path.strip_prefix('~').or_else(|| (self.has_plain_regexes && !is_literal(path)).then_some(path));
             let rank = rank(route, path, regex.is_some());
+            let methods: Vec<String> = route.texts_of("methods").iter().map(|method| method.to_uppercase()).collect();
             let patterns = match regex {
                 Some(regex) => {
                     let anchored = format!("^{}", regex.trim_start_matches('^'));
                     let Some((mut patterns, further)) = of_regex(&anchored) else {
                         let text = format!("the path `{path}`: routes cannot express this regular expression");
-                        self.gateway.note(Effect::NotEnforced, &route.position, text);
+                        let (hosts, path) = (hosts.clone(), widened(&anchored));
+                        let dropped = Route { hosts, path, methods, section, ..Route::default() };
+                        self.gateway.drop_routes(vec![dropped], &route.position, text);
                         continue;
                     };
                     if strips && section.get("upstream").is_some() {
@@ -728,8 +785,7 @@ impl<'d> Importer<'d> {
                     if index + at > 0 {
                         section.comments.clear();
                     }
-                    let methods = route.texts_of("methods").iter().map(|method| method.to_uppercase()).collect();
-                    let (hosts, path, headers) = (hosts.clone(), pattern, headers.clone());
+                    let (hosts, path, headers, methods) = (hosts.clone(), pattern, headers.clone(), methods.clone());
                     self.gateway.add_route(
                         Route { hosts, path, methods, headers, rank: rank.clone(), section, ..Route::default() },
                         &route.position,
@@ -859,7 +915,10 @@ impl<'d> Importer<'d> {
 
     /// Whether Kong refuses requests of a consumer by a plugin of its own.
     fn refuses(&self, consumer: &'d Node) -> bool {
-        let is_refusing = |plugin: &Node| plugin.text_of("name").is_some_and(|name| REFUSING.contains(&name));
+        let is_refusing = |plugin: &Node| {
+            let name = plugin.text_of("name");
+            name.is_some_and(|name| REFUSING.contains(&name) || treatment(name).0 == Effect::Stricter)
+        };
         self.plugins_of_consumer(consumer).into_iter().any(|plugin| is_enabled(plugin) && is_refusing(plugin))
     }
 
@@ -876,10 +935,10 @@ impl<'d> Importer<'d> {
                 let (effect, why) = match name {
                     name if REFUSING.contains(&name) => (Effect::Stricter, "a consumer with this plugin is not known"),
                     "request-size-limiting" => (Effect::NotEnforced, "the gateway has no such limits of a consumer"),
-                    name if OTHER_RESTRICTIONS.contains(&name) || OTHER_AUTHENTICATION.contains(&name) => {
-                        (Effect::NotEnforced, "the gateway has no such plugin of a consumer")
-                    }
-                    _ => (Effect::LeftOut, "the gateway has no such plugin of a consumer"),
+                    name => match treatment(name).0 {
+                        Effect::Stricter => (Effect::Stricter, "a consumer with this plugin is not known"),
+                        effect => (effect.min(Effect::LeftOut), "the gateway has no such plugin of a consumer"),
+                    },
                 };
                 plugin.mark_read();
                 entry.note(&mut self.gateway, effect, why);

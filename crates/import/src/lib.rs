@@ -13,6 +13,7 @@ mod envoy_ratelimit;
 pub mod gateway;
 mod ingress;
 mod kong;
+mod kong_plugins;
 mod network;
 mod nginx;
 mod path;
@@ -113,6 +114,7 @@ pub fn import(product: &Product, files: &Files, paths: &[PathBuf]) -> Result<Imp
     let Translated { mut gateway, total, translated } = (product.import)(files, paths)?;
     gateway.listen.set("admin", ADMIN);
     gateway.remove_repeated_servers();
+    route_order::note_dropped(&mut gateway);
     let names: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
     let heading = format!("Imported from {} with `transom import {}`.", names.join(", "), product.name);
     loop {

@@ -195,6 +195,29 @@ pub fn of_regex(regex: &str) -> Option<(Vec<String>, Vec<String>)> {
     Some((patterns.collect(), further))
 }
 
+/// A pattern of all paths that a regular expression matches, and of others.
+pub fn widened(regex: &str) -> String {
+    let text = regex.strip_prefix('^').unwrap_or("");
+    let (mut depth, mut is_escaped, mut has_alternatives) = (0, false, false);
+    for c in text.chars() {
+        match c {
+            _ if is_escaped => is_escaped = false,
+            '\\' => is_escaped = true,
+            '(' => depth += 1,
+            ')' => depth -= 1,
+            '|' => has_alternatives |= depth == 0,
+            _ => {}
+        }
+    }
+    let end = text.find(|c| ".*+?[](){}|^$\\".contains(c)).unwrap_or(text.len());
+    // A quantifier counts for the character before it.
+    let end = if text[end..].starts_with(['*', '?', '{']) { end.saturating_sub(1) } else { end };
+    match text.get(..end).and_then(|text| text.rfind('/')).filter(|_| !has_alternatives) {
+        Some(at) => format!("{}/{REST}", literal(&text[..at])),
+        None => format!("/{REST}"),
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     /// `$`
@@ -269,6 +292,21 @@ mod tests {
         assert_eq!(patterns("^/a(b)?$"), "");
         assert_eq!(patterns("^/static/[^/]+\\.(css|js)$"), "/static/*.css /static/*.js");
         assert_eq!(patterns("^/x[^/]+[^/]+$"), "");
+    }
+
+    #[test]
+    fn widened_patterns_match_more() {
+        for (regex, pattern) in [
+            ("^/items/[0-9]+$", "/items/{*rest}"),
+            ("^/a/b/?$", "/a/{*rest}"),
+            ("^/a/?b", "/{*rest}"),
+            ("^/a/(b|c)/\\d", "/a/{*rest}"),
+            ("^/a/x|^/b/", "/{*rest}"),
+            ("\\.php$", "/{*rest}"),
+            ("^/é?", "/{*rest}"),
+        ] {
+            assert_eq!(widened(regex), pattern, "{regex}");
+        }
     }
 
     #[test]

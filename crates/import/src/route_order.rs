@@ -73,6 +73,37 @@ pub fn keep_order(gateway: &mut Gateway, product: &str) {
     }
 }
 
+/// Notes routes that cannot be expressed, by whether other routes admit requests that they restrict.
+pub fn note_dropped(gateway: &mut Gateway) {
+    for (dropped, position, text) in std::mem::take(&mut gateway.dropped) {
+        let pairs = dropped.iter().flat_map(|dropped| gateway.routes.iter().map(move |other| (dropped, other)));
+        let others: Vec<(&Route, &Route)> =
+            { pairs }.filter(|(dropped, other)| may_match_both(dropped, other)).collect();
+        let weaker = others.iter().find(|(dropped, other)| restricts_more(&dropped.section, &other.section));
+        let effect = if weaker.is_some() { Effect::NotEnforced } else { Effect::LeftOut };
+        let outcome = match weaker.or(others.first()) {
+            Some((_, other)) => format!("its requests may have the route of `{}`", other.shown()),
+            None => "its requests get 404".to_owned(),
+        };
+        gateway.note(effect, &position, format!("{text}: {outcome}"));
+    }
+}
+
+fn may_match_both(one: &Route, other: &Route) -> bool {
+    hosts_of_both(one, other)
+        && conditions_of_both(one, other).is_some()
+        && common(&one.path, &other.path) != Common::Nothing
+}
+
+/// Whether a request may have a host of both.
+fn hosts_of_both(one: &Route, other: &Route) -> bool {
+    let matches =
+        |wide: &str, narrow: &str| wide == narrow || wide.strip_prefix('*').is_some_and(|end| narrow.ends_with(end));
+    let pairs = one.hosts.iter().flat_map(|one| other.hosts.iter().map(move |other| (one, other)));
+    one.hosts.is_empty() || other.hosts.is_empty() || { pairs }
+        .any(|(one, other)| matches(one, other) || matches(other, one))
+}
+
 impl Route {
     /// What it matches, such as `POST a.example/login`.
     fn shown(&self) -> String {

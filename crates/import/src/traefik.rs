@@ -9,15 +9,46 @@ use crate::gateway::{Gateway, Named, Route, Section, Value, one_or_list, table, 
 use crate::path::{covers, literal, within_segment};
 use crate::rate::{Rate, Window, windows};
 use crate::route_order::keep_order;
-use crate::source::{Effect, ImportError};
+use crate::source::{Effect, ImportError, Position};
 use crate::traefik_rule::{Alternative, parse};
 use crate::tree::{Entry, Node, nothing_in, read_all, translated};
 use crate::{Files, Translated};
 
-/// Middlewares that require credentials which the gateway does not check.
-const AUTHENTICATION: [&str; 3] = ["basicAuth", "digestAuth", "forwardAuth"];
-/// Middlewares that refuse requests in ways which the gateway does not have.
-const RESTRICTIONS: [&str; 2] = ["passTLSClientCert", "plugin"];
+/// Middlewares that are not translated: in what a route without them differs, and why. A router with another middleware, such as a
+/// `plugin`, or one that is `Stricter`, is closed.
+const MIDDLEWARES: &[(Effect, &str, &[&str])] = &[
+    (
+        Effect::Stricter,
+        "the route is closed: to admit tokens, write their keys to [jwt], and a rule with a key such as `jwt:sub`, see \
+         docs/guides/tokens.md",
+        &["jwt", "oidc"],
+    ),
+    (
+        Effect::Stricter,
+        "the gateway checks no such credentials: the route is closed",
+        &[
+            "apiKey",
+            "basicAuth",
+            "digestAuth",
+            "forwardAuth",
+            "hmac",
+            "ldap",
+            "oAuthClientCredentials",
+            "oAuthIntrospection",
+            "opa",
+        ],
+    ),
+    (Effect::NotEnforced, "servers get no field about the certificate", &["passTLSClientCert"]),
+    (Effect::NotEnforced, "the gateway has no such middleware", &["encodedCharacters"]),
+    (Effect::LeftOut, "the gateway repeats requests as `retries` of the upstream says", &["retry"]),
+    (Effect::LeftOut, "servers that fail are ejected as `ejection` of the upstream says", &["circuitBreaker"]),
+    (Effect::LeftOut, "responses of servers pass unchanged", &["compress", "contentType", "errors"]),
+    (
+        Effect::LeftOut,
+        "the gateway has no such middleware",
+        &["grpcWeb", "redirectRegex", "replacePathRegex", "stripPrefixRegex"],
+    ),
+];
 
 pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportError> {
     let documents = read_all(files, paths)?;
@@ -60,6 +91,9 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     for router in served {
         importer.router(router);
     }
+    for unused in importer.middlewares.iter().chain(&importer.services).filter(|entry| entry.node.is_unread()) {
+        unused.note(&mut importer.gateway, Effect::LeftOut, "no router that is translated uses it");
+    }
     for entry in documents.iter().filter_map(|document| document.setting("certificatesResolvers")) {
         entry.note(&mut importer.gateway, Effect::LeftOut, "`acme` of [listen.https] orders certificates");
     }
@@ -86,6 +120,8 @@ struct Importer<'d> {
     strategy: Option<Option<u64>>,
 }
 
+const UNKNOWN: &str = "it may refuse requests, and the gateway does not have it: the route is closed; if it refuses none, import the \
+                       files without it";
 /// Why requests are not redirected to https.
 const NO_REDIRECT: &str =
     "without TLS here, it would have no end; with [listen.https], write a route with `scheme = \"http\"`";
@@ -249,7 +285,6 @@ impl<'d> Importer<'d> {
             Ok(alternatives) => alternatives,
             Err(why) => {
                 node.mark_read();
-                let why = format!("{why}: other routers match these requests");
                 rule.note(&mut self.gateway, Effect::NotEnforced, &why);
                 return;
             }
@@ -294,7 +329,14 @@ impl<'d> Importer<'d> {
             section.settings.insert(place, ("rules".to_owned(), applied.rules.clone().into()));
         }
         for alternative in alternatives {
-            self.add_routes(router, alternative, &section, &applied, &rank);
+            match alternative.unknown.clone() {
+                None => self.add_routes(router, alternative, &section, &applied, &rank),
+                Some(why) => {
+                    rule.leave_out();
+                    let why = format!("router `{}`: {why}", router.key);
+                    drop_alternative(&mut self.gateway, &rule.node.position, why, alternative, &section);
+                }
+            }
         }
     }
 
@@ -306,7 +348,7 @@ impl<'d> Importer<'d> {
         applied: &Applied,
         rank: &[i64],
     ) {
-        let Alternative { hosts, mut paths, methods, headers, query, networks, within } = alternative;
+        let Alternative { hosts, mut paths, methods, headers, query, networks, within, .. } = alternative;
         let mut section = section.clone();
         if !section.restricts() {
             for path in paths.extract_if(.., |path| within.contains(path)).filter(|path| path.ends_with('*')) {
@@ -427,15 +469,14 @@ impl<'d> Importer<'d> {
                     section.set("max_body", bytes);
                 }
             }
-            name if AUTHENTICATION.contains(&name) => {
-                let why = "the gateway checks no such credentials: the route is closed";
-                kind.note_at(&mut self.gateway, section, Effect::Stricter, why);
-                node.mark_read();
-                section.close(403);
-            }
             name => {
-                let effect = if RESTRICTIONS.contains(&name) { Effect::NotEnforced } else { Effect::LeftOut };
-                kind.note_at(&mut self.gateway, section, effect, "the gateway has no such middleware");
+                let known = MIDDLEWARES.iter().find(|(.., names)| names.contains(&name));
+                let (effect, why) = known.map_or((Effect::Stricter, UNKNOWN), |(effect, why, _)| (*effect, why));
+                kind.note_at(&mut self.gateway, section, effect, why);
+                kind.leave_out();
+                if effect == Effect::Stricter {
+                    section.close(403);
+                }
             }
         }
     }
@@ -602,6 +643,22 @@ impl<'d> Importer<'d> {
             section.change_fields(setting, remove, set);
         }
     }
+}
+
+/// An alternative of a rule that routes cannot express.
+fn drop_alternative(
+    gateway: &mut Gateway,
+    position: &Position,
+    why: String,
+    alternative: Alternative,
+    section: &Section,
+) {
+    let Alternative { hosts, paths, methods, headers, query, networks, .. } = alternative;
+    let paths = if paths.is_empty() { vec!["/{*rest}".to_owned()] } else { paths };
+    let section = section.clone();
+    let route = Route { hosts, methods, headers, query, networks, section, ..Route::default() };
+    let routes = paths.into_iter().map(|path| Route { path, ..route.clone() }).collect();
+    gateway.drop_routes(routes, position, why);
 }
 
 /// What middlewares do with the path, and the rules of a router.

@@ -2,7 +2,7 @@
 
 use crate::gateway::Value;
 use crate::network::Network;
-use crate::path::{covers, literal, of_regex, prefix};
+use crate::path::{covers, literal, of_regex, prefix, widened};
 use crate::route_order::networks_of_both;
 
 /// Most alternatives of one rule.
@@ -21,9 +21,11 @@ pub struct Alternative {
     pub networks: Vec<String>,
     /// Those of `paths` that match how a prefix goes on within a segment.
     pub within: Vec<String>,
+    /// Why routes cannot express it. Then the conditions above match further requests.
+    pub unknown: Option<String>,
 }
 
-/// The alternatives of a rule, or why routes cannot express it.
+/// The alternatives of a rule, or what is wrong with it.
 pub fn parse(text: &str) -> Result<Vec<Alternative>, String> {
     let mut parser = RuleParser { rest: text.trim(), depth: 0 };
     let alternatives = parser.any()?;
@@ -62,7 +64,7 @@ impl<'t> RuleParser<'t> {
         while self.take("&&") {
             let others = self.one()?;
             let both = |one: &Alternative| others.iter().map(|other| one.and(other)).collect::<Vec<_>>();
-            alternatives = alternatives.iter().flat_map(both).collect::<Result<Vec<_>, String>>()?;
+            alternatives = alternatives.iter().flat_map(both).collect();
             if alternatives.len() > ALTERNATIVES_MAX {
                 return Err("it has too many alternatives".to_owned());
             }
@@ -72,7 +74,13 @@ impl<'t> RuleParser<'t> {
 
     fn one(&mut self) -> Result<Vec<Alternative>, String> {
         if self.take("!") {
-            return Err("routes have no negation".to_owned());
+            self.depth += 1;
+            if self.depth > DEPTH_MAX {
+                return Err("it has too many negations".to_owned());
+            }
+            self.one()?;
+            self.depth -= 1;
+            return Ok(vec![Alternative::unknown("routes have no negation".to_owned())]);
         }
         if self.take("(") {
             self.depth += 1;
@@ -87,7 +95,7 @@ impl<'t> RuleParser<'t> {
         let name = self.rest[..end].trim();
         self.rest = &self.rest[end + 1..];
         let arguments = self.arguments()?;
-        matcher(name, &arguments).map(|alternative| vec![alternative])
+        Ok(vec![matcher(name, &arguments)])
     }
 
     fn arguments(&mut self) -> Result<Vec<&'t str>, String> {
@@ -108,7 +116,7 @@ impl<'t> RuleParser<'t> {
     }
 }
 
-fn matcher(name: &str, arguments: &[&str]) -> Result<Alternative, String> {
+fn matcher(name: &str, arguments: &[&str]) -> Alternative {
     let owned = || arguments.iter().map(|argument| (*argument).to_owned()).collect::<Vec<_>>();
     let mut found = Alternative::default();
     match (name, arguments) {
@@ -122,7 +130,10 @@ fn matcher(name: &str, arguments: &[&str]) -> Result<Alternative, String> {
             found.within = found.paths.iter().filter(|path| is_within(path)).cloned().collect();
         }
         ("PathRegexp", [regex]) => {
-            let (paths, further) = of_regex(regex).ok_or(format!("routes cannot express `{regex}`"))?;
+            let Some((paths, further)) = of_regex(regex) else {
+                let why = format!("routes cannot express `{regex}`");
+                return Alternative { paths: vec![widened(regex)], ..Alternative::unknown(why) };
+            };
             found.paths = [paths, further.clone()].concat();
             found.within = further;
         }
@@ -132,9 +143,9 @@ fn matcher(name: &str, arguments: &[&str]) -> Result<Alternative, String> {
         ("ClientIP", _) if arguments.iter().all(|network| Network::parse(network).is_some()) => {
             found.networks = owned()
         }
-        _ => return Err(format!("routes have no `{name}({})`", arguments.join(", "))),
+        _ => return Alternative::unknown(format!("routes have no `{name}({})`", arguments.join(", "))),
     }
-    Ok(found)
+    found
 }
 
 /// Whether a pattern of a prefix has a segment such as `api*`.
@@ -143,15 +154,26 @@ fn is_within(pattern: &str) -> bool {
 }
 
 impl Alternative {
+    fn unknown(why: String) -> Alternative {
+        Alternative { unknown: Some(why), ..Alternative::default() }
+    }
+
     /// What both match.
-    fn and(&self, other: &Alternative) -> Result<Alternative, String> {
-        let common = |one: &[String], other: &[String], what: &str| match (one, other) {
-            ([], list) | (list, []) => Ok(list.to_vec()),
+    fn and(&self, other: &Alternative) -> Alternative {
+        let mut unknown = self.unknown.clone().or(other.unknown.clone());
+        let mut common = |one: &[String], other: &[String], what: &str| match (one, other) {
+            ([], list) | (list, []) => list.to_vec(),
             (one, other) => {
                 let common: Vec<String> = one.iter().filter(|item| other.contains(item)).cloned().collect();
-                if common.is_empty() { Err(format!("two {what} at once")) } else { Ok(common) }
+                if common.is_empty() {
+                    unknown.get_or_insert_with(|| format!("two {what} at once"));
+                    return one.to_vec();
+                }
+                common
             }
         };
+        let hosts = common(&self.hosts, &other.hosts, "hosts");
+        let methods = common(&self.methods, &other.methods, "methods");
         let paths = match (&self.paths[..], &other.paths[..]) {
             ([], list) | (list, []) => list.to_vec(),
             (one, other) => {
@@ -161,20 +183,25 @@ impl Alternative {
                 let mut paths: Vec<String> = narrow.cloned().collect();
                 paths.dedup();
                 if paths.is_empty() {
-                    return Err("two paths at once".to_owned());
+                    unknown.get_or_insert_with(|| "two paths at once".to_owned());
                 }
                 paths
             }
         };
-        Ok(Alternative {
-            hosts: common(&self.hosts, &other.hosts, "hosts")?,
+        let networks = networks_of_both(&self.networks, &other.networks);
+        if networks.is_none() {
+            unknown.get_or_insert_with(|| "two networks at once".to_owned());
+        }
+        Alternative {
+            hosts,
             paths,
-            methods: common(&self.methods, &other.methods, "methods")?,
+            methods,
             headers: [self.headers.clone(), other.headers.clone()].concat(),
             query: [self.query.clone(), other.query.clone()].concat(),
-            networks: networks_of_both(&self.networks, &other.networks).ok_or("two networks at once")?,
+            networks: networks.unwrap_or_default(),
             within: [self.within.clone(), other.within.clone()].concat(),
-        })
+            unknown,
+        }
     }
 }
 
@@ -183,14 +210,15 @@ mod tests {
     use super::*;
 
     fn shown(rule: &str) -> String {
-        let one = |found: &Alternative| {
-            format!(
+        let one = |found: &Alternative| match &found.unknown {
+            Some(why) => why.clone(),
+            None => format!(
                 "{}|{}|{}|{}",
                 found.hosts.join(","),
                 found.paths.join(","),
                 found.methods.join(","),
                 found.headers.len()
-            )
+            ),
         };
         match parse(rule) {
             Ok(all) => all.iter().map(one).collect::<Vec<_>>().join(" or "),
@@ -216,6 +244,11 @@ mod tests {
             ("(Host(`a`)", "a parenthesis is not closed"),
             ("", "a matcher without arguments"),
             ("Path(`/{id}`)", "routes have no `Path(/{id})`"),
+            (
+                "PathRegexp(`^/a/\\d`) || !Method(`GET`) || Path(`/b`)",
+                "routes cannot express `^/a/\\d` or routes have no negation or |/b||0",
+            ),
+            ("Host(`a`) && (!Path(`/`) || Path(`/c`))", "routes have no negation or a|/c||0"),
         ] {
             assert_eq!(shown(rule), why);
         }

@@ -62,6 +62,11 @@ impl Entry {
         section.comment(gateway.placed_note(effect, &self.node.position, format!("`{}`: {why}", self.text())));
     }
 
+    /// Counts as not translated, without a note of its own.
+    pub fn leave_out(&self) {
+        self.fate.set(Fate::LeftOut);
+    }
+
     fn mark(&self, effect: Effect) {
         self.fate.set(if effect <= Effect::LeftOut { Fate::LeftOut } else { Fate::Read });
     }
@@ -152,6 +157,16 @@ impl Node {
             entry.fate.set(Fate::Read);
         }
         entries
+    }
+
+    /// Whether none of the settings was read.
+    pub fn is_unread(&self) -> bool {
+        matches!(&self.content, Content::Map(entries) if entries.iter().all(|entry| entry.fate.get() == Fate::Unread))
+    }
+
+    /// Marks the settings as not translated, without a note of their own.
+    pub fn leave_out(&self) {
+        self.settings().iter().for_each(Entry::leave_out);
     }
 
     /// Marks all settings below as read: nothing is left to translate.
