@@ -37,7 +37,7 @@ use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::secret_digest::Digest;
 use transom_limiter::window::Windows;
-use transom_usage::usage::{self, Usage};
+use transom_usage::usage::{self, RequestedModel, Usage};
 use transom_usage::usage_reader::UsageSource;
 
 fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
@@ -678,7 +678,8 @@ fn every_setting_of_rules_is_read_as_written() {
     assert_eq!((source, *on_missing), (&UsageSource::Known, OnMissingUsage::Estimate));
     let mut used = Usage::default();
     (used[usage::Kind::Input], used[usage::Kind::Reasoning]) = (1.into(), 2.into());
-    assert_eq!([Some("gpt-5-mini"), None].map(|model| weights.of(model).cost(&used)), [22, 7]);
+    let models = [RequestedModel::Named("gpt-5-mini"), RequestedModel::Unknown, RequestedModel::Ambiguous];
+    assert_eq!(models.map(|model| weights.cost(&used, model)), [22, 7, 22]);
     let bytes = rule("bytes");
     let cost = ByteCost { counted: CountedBytes::Both, unit: 2048, on_exceeded: OnExceeded::Cut };
     assert_eq!((bytes.bytes, &bytes.cost), (Some(cost), &Cost::Response { header: None, reserve: 3, max: u32::MAX }));

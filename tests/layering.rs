@@ -258,6 +258,7 @@ const ORDERS: [(&str, &[&str]); 9] = [
         &[
             "usage_reader",
             "request_body",
+            "passing_model",
             "learnt_cost",
             "content_decoder",
             "event_stream",

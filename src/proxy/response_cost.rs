@@ -28,9 +28,11 @@ use transom_rules::response_cost::{
 use transom_runtime::metrics::clients::ClientCells;
 use transom_store::scripts::Refund;
 use transom_store::settlement::RuleCharges;
+use transom_usage::content_decoder::is_identity;
 use transom_usage::decimal::Decimal;
+use transom_usage::passing_model::PassingModel;
 use transom_usage::request_body::BodyValues;
-use transom_usage::usage::{Kind, Usage};
+use transom_usage::usage::{Kind, RequestedModel, Usage};
 use transom_usage::usage_reader::{Missing, Reading, UsageReader};
 
 /// An admitted request whose cost is not known yet. Dropped without a response, as when the client goes away, it keeps its
@@ -44,7 +46,7 @@ pub struct PendingCost {
     /// `None` before the request is forwarded.
     route: Option<RouteId>,
     /// The model that the request names, if costs depend on it.
-    model: RequestedModel,
+    model: ModelSource,
     /// Where the usage of the client is counted, once a response.
     client: Cell<Option<ClientCells>>,
     /// Set once the request is forwarded, if a rule counts bytes.
@@ -53,12 +55,14 @@ pub struct PendingCost {
 }
 
 /// How the model of a request is known.
-enum RequestedModel {
+enum ModelSource {
     Unknown,
+    /// The body has a content coding.
+    Unread,
     /// Read before the decision.
     Known(Box<BodyValues>),
     /// Read as the body passes. Shared with the body, which outlives the response at times.
-    Passing(Rc<RefCell<Option<UsageReader>>>),
+    Passing(Rc<RefCell<Option<PassingModel>>>),
 }
 
 /// What one rule has charged. The difference to its cost is charged or refunded later.
@@ -112,7 +116,7 @@ impl PendingCost {
             unsettled: charged.map(charges).collect(),
             other_charges,
             route: None,
-            model: RequestedModel::Unknown,
+            model: ModelSource::Unknown,
             client: Cell::new(None),
             meter: None,
             forwarding: Forwarding::Answered,
@@ -157,19 +161,22 @@ impl PendingCost {
             self.start_meter(request.body_mut());
         }
         if let Some(values) = body_values {
-            self.model = RequestedModel::Known(values);
+            self.model = ModelSource::Known(values);
             return;
         }
-        let Some(plan) = &self.request.rules().response_costs.model_plan else { return };
+        if !self.request.rules().response_costs.reads_passing_model || self.is_settled() {
+            return;
+        }
         // Decoding would cost the gateway more than the client.
-        if self.is_settled() || request.headers().contains_key(CONTENT_ENCODING) {
+        if joined(request.headers(), CONTENT_ENCODING).is_some_and(|coding| !is_identity(&coding)) {
+            self.model = ModelSource::Unread;
             return;
         }
         // JSON, whatever the client calls it.
-        let reader = Rc::new(RefCell::new(Some(UsageReader::new(plan, None, None))));
-        self.model = RequestedModel::Passing(Rc::clone(&reader));
+        let model = Rc::new(RefCell::new(Some(PassingModel::default())));
+        self.model = ModelSource::Passing(Rc::clone(&model));
         request.body_mut().observe(Box::new(move |bytes| {
-            reader.borrow_mut().iter_mut().for_each(|reader| reader.push(bytes));
+            model.borrow_mut().iter_mut().for_each(|model| model.push(bytes));
             Ok(())
         }));
     }
@@ -424,17 +431,20 @@ impl UsageReading {
         let in_trailers = |trailers: Option<&HeaderMap>| trailers.and_then(grpc_status).unwrap_or(GRPC_UNKNOWN);
         let grpc_status = grpc_status(&self.headers).or_else(|| trailers.map(in_trailers));
         let reading = self.reader.take().map(|reader| reader.finish(is_aborted));
-        let requested = std::mem::replace(&mut self.pending_cost.model, RequestedModel::Unknown);
-        let request = match &requested {
-            RequestedModel::Passing(reader) => reader.borrow_mut().take().map(|reader| reader.finish(true)),
-            RequestedModel::Unknown | RequestedModel::Known(_) => None,
+        let source = std::mem::replace(&mut self.pending_cost.model, ModelSource::Unknown);
+        let passed = match &source {
+            ModelSource::Passing(model) => model.borrow_mut().take().map(PassingModel::finish),
+            _ => None,
         };
-        let model = match &requested {
-            RequestedModel::Known(values) => values.model(),
-            RequestedModel::Unknown | RequestedModel::Passing(_) => request.as_ref().and_then(|read| read.model()),
+        let model = match &source {
+            ModelSource::Unread => RequestedModel::Unread,
+            ModelSource::Known(values) => values.model(),
+            ModelSource::Unknown | ModelSource::Passing(_) => {
+                passed.as_ref().map_or(RequestedModel::Unknown, PassingModel::model)
+            }
         };
         if let Some(mut log) = self.pending_cost.request.log() {
-            log.model = model.or(reading.as_ref().and_then(Reading::model)).map(str::to_owned);
+            log.model = model.or(reading.as_ref().and_then(Reading::model)).name().map(str::to_owned);
         }
         let body = reading.as_ref().map(|reading| BodyEnd { reading, model, bytes: self.bytes, is_aborted });
         let response = ResponseEnd { status: self.status, headers: &self.headers, grpc_status, body: body.as_ref() };

@@ -174,10 +174,25 @@ fn the_model_of_the_request_chooses_the_weights() {
     }
     assert!(upstream.received().iter().any(|received| received.body == chosen.as_bytes()));
     // Nor is a request decoded.
-    client.send(request("POST", "/chat", &[("Content-Encoding", "gzip")], &gzip(chosen)));
-    let mut response = client.read_head().unwrap();
-    client.read_body(&mut response, "POST");
-    eventually_eq(|| used(&gateway, "r0"), total + 35);
+    for (coding, body, cost) in [("gzip", gzip(chosen), 35), ("identity", chosen.into(), 85), ("", chosen.into(), 85)] {
+        client.request("POST", "/chat", &[("Content-Encoding", coding)], &body).expect(200);
+        total += cost;
+        eventually_eq(|| used(&gateway, "r0"), total);
+    }
+    // Servers may read either model: the dearest of all weights count, also if the answer names another model.
+    for body in [
+        r#"{"model":"of-less","Model":"o3"}"#,
+        r#"{"model":"o3","model":"of-less"}"#,
+        r#"{"model":"of-less"}{"model":"o3"}"#,
+        r#"{"model":"of-less",}"#,
+    ] {
+        client.post("/chat", body).expect(200);
+        total += 225;
+        eventually_eq(|| used(&gateway, "r0"), total);
+    }
+    // A model that only the coded request names.
+    client.request("POST", "/stream", &[("Content-Encoding", "gzip")], &gzip(chosen)).expect(200);
+    eventually_eq(|| used(&gateway, "r0"), total + 360);
 
     // A request that reaches no server costs nothing.
     let gateway = Gateway::start(&config(&Upstream::refusing_connections(), &["{ usage = \"auto\", reserve = 30 }"]));

@@ -336,7 +336,7 @@ impl RouteRules {
         if sets_include_usage(route) {
             pointers.extend(stream_members());
         }
-        if !pointers.is_empty() && response_costs.model_plan.take().is_some() {
+        if !pointers.is_empty() && std::mem::take(&mut response_costs.reads_passing_model) {
             pointers.push(requested_model());
         }
         let reads_body = |(_, rule): &(PlanPosition, &RuleId)| body_pointers(&config.rules[**rule]).next().is_some();

@@ -29,7 +29,7 @@ use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_usage::learnt_cost::LearntCosts;
 use transom_usage::request_body::BodyValues;
-use transom_usage::usage::Usage;
+use transom_usage::usage::{RequestedModel, Usage};
 use transom_usage::values::Text;
 
 /// Finds the key of one rule in the requests of one route.
@@ -84,7 +84,7 @@ impl BodyReserve {
     /// At least 1: with a reserve of 0, a request would always be admitted. `from` receives what it is taken from: settings of
     /// the reserve, and `max` if it is lowered to that or to the smallest capacity.
     fn of_request(&self, body: Option<&BodyValues>, variant: VariantId, mut from: impl FnMut(&'static str)) -> u32 {
-        let model = body.and_then(BodyValues::model);
+        let model = body.map_or(RequestedModel::Unknown, BodyValues::model);
         let reserve = match &self.usage.reserve {
             Reserve::OfRequest { output, bytes_per_input, default } => {
                 let stated = body.and_then(|body| output.iter().filter_map(|pointer| body.number(pointer)).max());
@@ -95,10 +95,10 @@ impl BodyReserve {
                     from("bytes");
                 }
                 let usage = Usage::of((input as u64).into(), stated.unwrap_or(u64::from(*default).into()));
-                self.usage.weights.of(model).cost(&usage)
+                self.usage.weights.cost(&usage, model)
             }
             Reserve::Learnt { default } | Reserve::Fixed(default) => {
-                let learnt = self.learnt.as_ref().and_then(|learnt| learnt.reserve(model));
+                let learnt = self.learnt.as_ref().and_then(|learnt| learnt.reserve(model.name()));
                 from(if learnt.is_some() { "learnt" } else { "default" });
                 learnt.unwrap_or(*default)
             }

@@ -14,7 +14,7 @@ use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::rule::Cost;
 use transom_usage::decimal::Decimal;
 use transom_usage::learnt_cost::LearntCosts;
-use transom_usage::usage::{ModelWeights, Usage};
+use transom_usage::usage::{ModelWeights, RequestedModel, Usage};
 use transom_usage::usage_reader::{Missing, Reading, ReadingPlan, SourceId};
 
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
@@ -58,8 +58,8 @@ pub struct ResponseCosts {
     pub rules: IdVec<ResponseCostId, ResponseCostRule>,
     /// Without a rule by usage: `None`.
     pub reading_plan: Option<Arc<ReadingPlan>>,
-    /// What is read of requests as they pass: their model, if costs depend on it, and it is not read before the decision.
-    pub model_plan: Option<Arc<ReadingPlan>>,
+    /// Whether the model of requests is read as they pass: costs depend on it, and it is not read before the decision.
+    pub reads_passing_model: bool,
     /// Whether a rule counts bytes.
     pub counts_bytes: bool,
 }
@@ -79,7 +79,7 @@ pub struct ResponseEnd<'a> {
 pub struct BodyEnd<'a> {
     pub reading: &'a Reading,
     /// That the request names.
-    pub model: Option<&'a str>,
+    pub model: RequestedModel<'a>,
     pub bytes: u64,
     /// Whether it broke off.
     pub is_aborted: bool,
@@ -133,7 +133,7 @@ impl ResponseCosts {
         ResponseCosts {
             rules,
             reading_plan: reads_usage.then(|| Arc::new(plan)),
-            model_plan: depends_on_model.then(|| Arc::new(ReadingPlan::of_requests())),
+            reads_passing_model: depends_on_model,
             counts_bytes,
         }
     }
@@ -152,11 +152,11 @@ impl ResponseCostRule {
             (Some(true), Some(StatedCost::Field { name, max })) => stated_in(headers, name, *max),
             (Some(true), Some(StatedCost::Usage { source, weights, on_missing })) => {
                 let Some(body) = body else { return FinalCost::KnownAtEnd };
-                let weights = weights.of(body.model.or(body.reading.model()));
-                let stated = body.reading.usage(*source).ok().map(|usage| weights.cost(&usage));
+                let model = body.model.or(body.reading.model());
+                let stated = body.reading.usage(*source).ok().map(|usage| weights.cost(&usage, model));
                 let unstated = match on_missing {
                     OnMissingUsage::Reserve => charged,
-                    OnMissingUsage::Estimate => weights.cost(&body.estimated_usage()).max(charged),
+                    OnMissingUsage::Estimate => weights.cost(&body.estimated_usage(), model).max(charged),
                 };
                 match stated {
                     // What is missing of a body that was read in part may have cost more.
@@ -176,7 +176,7 @@ impl ResponseCostRule {
     /// Learns the cost that a complete body has stated.
     pub fn learn(&self, body: &BodyEnd<'_>, cost: u32) {
         if let Some(learnt) = self.learnt.as_ref().filter(|_| !body.is_partial()) {
-            learnt.record(body.model, cost);
+            learnt.record(body.model.name(), cost);
         }
     }
 
@@ -198,7 +198,7 @@ impl ResponseCostRule {
     /// The cost of a usage; `None` for a rule that does not read it.
     pub fn cost_of_usage(&self, usage: &Usage, model: Option<&str>) -> Option<u32> {
         let Some(StatedCost::Usage { weights, .. }) = &self.stated else { return None };
-        Some(weights.of(model).cost(usage))
+        Some(weights.cost(usage, RequestedModel::Unknown.or(model)))
     }
 
     /// Where it reads usage.

@@ -99,6 +99,12 @@ enum ZstdPart {
     Skipped(u32),
 }
 
+/// Whether a value of Content-Encoding, or all of its lines, stands for no coding.
+pub fn is_identity(content_encoding: &[u8]) -> bool {
+    let name = content_encoding.trim_ascii();
+    name.is_empty() || name.eq_ignore_ascii_case(b"identity")
+}
+
 /// Receives decoded bytes; fails when there are too many.
 type Output<'a> = dyn FnMut(&[u8]) -> Result<(), DecodeError> + 'a;
 
@@ -111,7 +117,7 @@ impl ContentDecoder {
     pub(crate) fn within(budget: &'static MemoryBudget, content_encoding: Option<&[u8]>) -> ContentDecoder {
         let name = content_encoding.unwrap_or_default().trim_ascii().to_ascii_lowercase();
         let coding = match &name[..] {
-            b"" | b"identity" => Coding::Identity,
+            name if is_identity(name) => Coding::Identity,
             b"gzip" | b"x-gzip" => Coding::Gzip(Inflate::new(InflateFormat::Gzip)),
             b"deflate" => Coding::Deflate(None),
             b"br" => Coding::Brotli(Box::default()),

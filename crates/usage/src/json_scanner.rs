@@ -69,6 +69,11 @@ struct Text {
     high_surrogate: u16,
 }
 
+/// Whether a byte before a document says nothing: white space, and parts of a byte order mark or of wider characters.
+pub fn is_blank(byte: u8) -> bool {
+    matches!(byte, b' ' | b'\t' | b'\n' | b'\r' | 0 | 0xEF | 0xBB | 0xBF | 0xFE | 0xFF)
+}
+
 pub struct JsonScanner {
     state: State,
     is_name: bool,

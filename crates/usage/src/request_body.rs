@@ -12,6 +12,7 @@ use super::decimal::Decimal;
 use super::format::requested_model;
 use super::json_pointer::{JsonPointer, PointerTree, SlotId, TextId};
 use super::json_scanner::{Document, JsonScanner};
+use super::usage::RequestedModel;
 use super::values::{Text, Value, Values};
 
 /// What is read of bodies. Made once, for all bodies.
@@ -108,12 +109,9 @@ impl BodyValues {
         }
     }
 
-    /// The name of the model, if the plan reads it.
-    pub fn model(&self) -> Option<&str> {
-        match self.text(&requested_model()) {
-            Text::Found(name) if !name.is_empty() => Some(name),
-            _ => None,
-        }
+    /// The model, if the plan reads it.
+    pub fn model(&self) -> RequestedModel<'_> {
+        self.text(&requested_model()).into()
     }
 
     fn member(&self, pointer: &JsonPointer) -> Option<(SlotId, TextId)> {

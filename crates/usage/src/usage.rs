@@ -125,6 +125,33 @@ impl NamePattern {
     }
 }
 
+/// What a request says of its model.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RequestedModel<'a> {
+    /// Nothing.
+    Unknown,
+    /// Its body was not read.
+    Unread,
+    Named(&'a str),
+    /// Servers may read different names.
+    Ambiguous,
+}
+
+impl<'a> RequestedModel<'a> {
+    /// With the model that the answer names.
+    pub fn or(self, answered: Option<&'a str>) -> RequestedModel<'a> {
+        match (self, answered) {
+            (RequestedModel::Unknown | RequestedModel::Unread, Some(name)) => RequestedModel::Named(name),
+            (RequestedModel::Unread, None) => RequestedModel::Ambiguous,
+            (model, _) => model,
+        }
+    }
+
+    pub fn name(self) -> Option<&'a str> {
+        if let RequestedModel::Named(name) = self { Some(name) } else { None }
+    }
+}
+
 /// Weights by the name of the model.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct ModelWeights {
@@ -146,7 +173,18 @@ impl ModelWeights {
         ModelWeights { patterns, default: default.unwrap_or_default() }
     }
 
-    pub fn of(&self, model: Option<&str>) -> &Weights {
+    /// The weighted sum; of an ambiguous model, the greatest of all models.
+    pub fn cost(&self, usage: &Usage, model: RequestedModel<'_>) -> u32 {
+        let cost = self.of(model.name()).cost(usage);
+        match model {
+            RequestedModel::Ambiguous => {
+                self.patterns.iter().map(|(_, weights)| weights.cost(usage)).fold(cost, u32::max)
+            }
+            _ => cost,
+        }
+    }
+
+    fn of(&self, model: Option<&str>) -> &Weights {
         let matches = |(pattern, _): &&(NamePattern, Weights)| model.is_some_and(|model| pattern.matches(model));
         self.patterns.iter().find(matches).map_or(&self.default, |(_, weights)| weights)
     }
@@ -226,6 +264,14 @@ mod tests {
             assert_eq!(cost(Some(model)), expected, "{model}");
         }
         assert_eq!(cost(None), 9);
+        let cost = |model: RequestedModel| models.cost(&usage([1, 0, 0, 0, 0]), model);
+        assert_eq!([RequestedModel::Named("o3"), RequestedModel::Ambiguous].map(cost), [5, 9]);
+        let unread = [None, Some("gpt-5")].map(|answered| cost(RequestedModel::Unread.or(answered)));
+        let unknown = [None, Some("gpt-5")].map(|answered| cost(RequestedModel::Unknown.or(answered)));
+        assert_eq!((unread, unknown), ([9, 2], [9, 2]));
+        let cheap_by_default = ModelWeights::new(patterns().collect(), Some(of("1")));
+        let cost = |model: RequestedModel| cheap_by_default.cost(&usage([1, 0, 0, 0, 0]), model);
+        assert_eq!([RequestedModel::Unknown, RequestedModel::Ambiguous].map(cost), [1, 5]);
         assert_eq!(ModelWeights::new(patterns().take(1).collect(), None).of(Some("o3")), &Weights::default());
         assert_eq!(["", "a*b", "**"].map(NamePattern::parse), [None, None, None]);
         assert_eq!(ModelWeights::of_all(of("7")).of(Some("o3")), &of("7"));

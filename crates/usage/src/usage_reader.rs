@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::content_decoder::{ContentDecoder, DecodeError};
 use super::decimal::Decimal;
 use super::event_stream::{AwsEventStream, DocumentSink, ServerSentEvents};
-use super::format::{KnownFormats, requested_model, want_models};
+use super::format::{KnownFormats, want_models};
 use super::json_pointer::{JsonPointer, PointerTree, SlotId, TextId};
 use super::json_scanner::{Document, JsonScanner};
 use super::usage::{Kind, Usage};
@@ -62,14 +62,6 @@ impl ReadingPlan {
     pub fn of_responses() -> ReadingPlan {
         let mut tree = PointerTree::default();
         let model = want_models(&mut tree);
-        ReadingPlan { tree, model, known: None, sources: Vec::new() }
-    }
-
-    /// A plan that reads the name of the model in a request.
-    pub fn of_requests() -> ReadingPlan {
-        let mut tree = PointerTree::default();
-        let model = tree.add_text();
-        tree.want_text(PointerTree::ROOT, &requested_model(), model);
         ReadingPlan { tree, model, known: None, sources: Vec::new() }
     }
 
