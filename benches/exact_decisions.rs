@@ -154,6 +154,7 @@ fn requests(key: usize) -> [CounterRequest; 3] {
             need_once_refused: 0,
             reserved_after_ms: 0,
             refund_used_max: None,
+            counter: None,
             computed_ms: 0,
         }
     };

@@ -19,8 +19,8 @@ MISTAKES = [
     (
         "a refund goes to the window after that of the charge",
         "scripts.rs",
-        "let RefundTarget { kind, number, limit, used_max, .. } = *self;",
-        "let RefundTarget { kind, mut number, limit, used_max, .. } = *self;\n        number += 1;",
+        "let RefundTarget { kind, number, limit, used_max, counter, .. } = *self;",
+        "let RefundTarget { kind, mut number, limit, used_max, counter, .. } = *self;\n        number += 1;",
     ),
     (
         "a refund gives the place of requests that wait to others",
@@ -71,6 +71,12 @@ MISTAKES = [
         "_ = elapsed;",
     ),
     (
+        "the usage that is sent to such a store lacks refunds on their way",
+        "token_fetch.rs",
+        "used.saturating_add(order.refunding)",
+        "used",
+    ),
+    (
         "idle tokens go back to the store and stay leased",
         "shared_counters.rs",
         "let tokens = self.table.withdraw(counter, target.end_ms, u32::MAX);",
@@ -91,8 +97,8 @@ MISTAKES = [
     (
         "a refund whose reply is lost is sent again",
         "shared_counters.rs",
-        "match self.store.refund(refunds).await {",
-        "let mut sent = self.store.refund(refunds).await;\n        if sent.is_err() {\n            sent = self.store.refund(refunds).await;\n        }\n        match sent {",
+        "let reply = self.store.refund(refunds).await;",
+        "let mut reply = self.store.refund(refunds).await;\n        if reply.is_err() {\n            reply = self.store.refund(refunds).await;\n        }",
     ),
     (
         "a late grant is admitted beyond the limit",
@@ -103,7 +109,7 @@ MISTAKES = [
     (
         "refunds that cannot be sent are dropped",
         "shared_counters.rs",
-        "self.record_error(self.store.server_of(&first.key_base), &error);\n            return self.kept_refunds.keep(refunds);",
+        "self.record_error(self.store.server_of(&first.key_base), &error);\n            is_reachable = false;",
         "return self.record_error(self.store.server_of(&first.key_base), &error);",
     ),
     (

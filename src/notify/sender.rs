@@ -127,6 +127,7 @@ async fn is_first(store: &RedisClient, prefix: &str, store_key: &str, event: &Ma
         need_once_refused: 0,
         reserved_after_ms: 0,
         refund_used_max: None,
+        counter: None,
         computed_ms: 0,
     };
     let reply = timeout(STORE_TIMEOUT, store.acquire(&[request], 0)).await;

@@ -96,6 +96,7 @@ fn each_counter_is_requested_from_its_slots_node() {
                 limit: 9,
                 tokens: 1,
                 used_max: None,
+                counter: None,
             })
             .collect();
         assert_eq!(store.refund(&refunds).await, Ok(30));

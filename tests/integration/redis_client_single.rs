@@ -165,6 +165,7 @@ fn only_refunded_tokens_can_be_acquired_again() {
             limit: 10,
             tokens,
             used_max: None,
+            counter: None,
         };
         let all = |request: CounterRequest| CounterRequest { need: 8, want: 8, ..request };
         store.acquire(&[all(plain_request("t:{a}", 1, 10)), all(grid_request("t:{a}", 1, 10))], 0).await.unwrap();

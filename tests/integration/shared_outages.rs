@@ -277,6 +277,41 @@ fn kept_refunds_do_not_lower_restored_usage() {
     assert_no_panic(&gateway);
 }
 
+/// The store loses its data while requests are under way that will not count. Two workers send their refunds, and ask for more
+/// tokens: no refund lowers what the store was told without its tokens.
+#[test]
+fn refunds_after_a_restart_admit_nothing_beyond_the_limit() {
+    // Whether a refund overtakes a request is left to chance.
+    const ROUNDS: usize = 6;
+    const HELD: usize = 40;
+    const COUNTED: usize = 10;
+    const RULE_LIMIT: usize = 60;
+    for _ in 0..ROUNDS {
+        let mut redis = RedisServer::start();
+        let (upstream, response, toml) = upstream_with_held_responses(&redis, "exact");
+        let toml = toml.replace("workers = 1", "workers = 2").replace("1000/30d", &format!("{RULE_LIMIT}/30d"));
+        let toml = toml.replace("[counters.shared]", "[counters.shared]\ntimeout = \"10s\"");
+        let gateway = Process::spawn(&toml);
+        let admitted = |requests: usize| {
+            let mut client = gateway.client();
+            (0..requests).filter(|_| client.get("/counts").status == 404).count()
+        };
+        assert_eq!(admitted(COUNTED), COUNTED);
+        thread::scope(|scope| {
+            let clients: Vec<_> = (0..HELD).map(|_| scope.spawn(|| gateway.get("/held").expect(200))).collect();
+            eventually("the requests are forwarded", || upstream.received().len() == COUNTED + HELD);
+            redis.restart();
+            let counted: Vec<_> = (0..4).map(|_| scope.spawn(|| admitted(RULE_LIMIT))).collect();
+            (0..HELD).for_each(|_| response.send(()).unwrap());
+            clients.into_iter().for_each(|client| drop(client.join().unwrap()));
+            let more: usize = counted.into_iter().map(|client| client.join().unwrap()).sum();
+            let all = COUNTED + more + admitted(RULE_LIMIT);
+            assert!(all <= RULE_LIMIT, "{all} admitted");
+        });
+        assert_no_panic(&gateway);
+    }
+}
+
 /// A gateway is killed in an outage. Its successor finds what was counted locally in the counters file.
 #[test]
 fn usage_of_a_killed_gateway_is_reported_by_its_successor() {

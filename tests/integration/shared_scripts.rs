@@ -173,8 +173,16 @@ async fn run_actions(store: &RedisClient, server: &mut redis::Connection, action
                 let tokens = tokens.min(replies.granted);
                 let (kind, base, limit) = (KINDS[at], Rc::from(BASES[at]), LIMITS[at]);
                 let used_max = only.then_some(replies.used);
-                let refund =
-                    Refund { key_base: base, kind, number: replies.number, limit, tokens, used_max, deletes: false };
+                let refund = Refund {
+                    key_base: base,
+                    kind,
+                    number: replies.number,
+                    limit,
+                    tokens,
+                    used_max,
+                    counter: None,
+                    deletes: false,
+                };
                 assert_eq!(store.refund(&[refund]).await.unwrap(), model.refund(at, replies, tokens, only));
             }
             Action::Pass { windows, ms } => {

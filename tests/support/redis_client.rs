@@ -56,6 +56,7 @@ fn counter_request(base: &str, window: StoreWindow, limit: u32) -> CounterReques
         need_once_refused: 0,
         reserved_after_ms: 0,
         refund_used_max: None,
+        counter: None,
         computed_ms: 0,
     }
 }

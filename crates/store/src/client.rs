@@ -313,6 +313,7 @@ impl RedisClient {
             need_once_refused: 0,
             reserved_after_ms: 0,
             refund_used_max: None,
+            counter: None,
             computed_ms: 0,
         };
         match self.acquire(&[request], 0).await? {

@@ -289,6 +289,7 @@ impl Diagnosis<'_> {
             need_once_refused,
             reserved_after_ms,
             refund_used_max,
+            counter: None,
             computed_ms,
         }];
         let acquired = self.client.acquire(&requests, server_ms).await?;

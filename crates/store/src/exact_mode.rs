@@ -158,7 +158,8 @@ impl SharedCounters {
     pub fn refund_later(self: &Rc<Self>, refunds: Vec<Refund>) {
         if !refunds.is_empty() {
             let shared = Rc::clone(self);
-            tokio::task::spawn_local(async move { shared.refund(refunds).await });
+            self.begin_refunds(&refunds);
+            tokio::task::spawn_local(async move { shared.send_refunds(refunds).await });
         }
     }
 
@@ -569,6 +570,7 @@ impl SharedDecision {
     /// Refunds what the store has granted for layers, and takes it out of their usage.
     fn return_grants(&mut self, sent: &[SentLayer], replies: &[CounterReply], refunds: Vec<(PlanPosition, Refund)>) {
         let (shared, result) = (&self.shared, &mut self.context.result);
+        shared.refund_later(refunds.into_iter().map(|(_, refund)| refund).collect());
         for (sent, reply) in sent.iter().zip(replies) {
             let charge = &mut result.charges[sent.charge];
             charge.usage.used = charge.usage.used.saturating_sub(reply.granted);
@@ -576,7 +578,6 @@ impl SharedDecision {
             let tokens = u32::try_from(reply.granted).unwrap_or(u32::MAX);
             shared.lower_known_usage(sent.counter, end_ms, tokens);
         }
-        shared.refund_later(refunds.into_iter().map(|(_, refund)| refund).collect());
     }
 
     /// Sets the usage of the charges from `first` on to the known one: their servers were not asked, because one before has refused.

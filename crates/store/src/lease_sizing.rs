@@ -375,7 +375,15 @@ mod tests {
     }
 
     fn target() -> RefundTarget {
-        RefundTarget { key_base: "k".into(), kind: WindowKind::Plain, number: 0, limit: 9, used_max: None, end_ms: 100 }
+        RefundTarget {
+            key_base: "k".into(),
+            kind: WindowKind::Plain,
+            number: 0,
+            limit: 9,
+            used_max: None,
+            counter: None,
+            end_ms: 100,
+        }
     }
 
     #[test]

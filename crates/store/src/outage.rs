@@ -481,8 +481,9 @@ impl SharedCounters {
             None => order.note_change(),
         }
         drop(order);
-        self.forget_refunded_tokens(counter, refunds.iter().map(|refund| refund.tokens).sum());
+        let refunded = refunds.iter().map(|refund| refund.tokens).sum();
         self.refund_later(refunds.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))).collect());
+        self.forget_refunded_tokens(counter, refunded);
         Some((tokens, unanswered))
     }
 
@@ -548,8 +549,9 @@ impl SharedCounters {
             }
             match early {
                 Some(refund) if refund.tokens > 0 => {
-                    self.forget_refunded_tokens(counter, refund.tokens);
+                    let tokens = refund.tokens;
                     self.refund_later(vec![refund]);
+                    self.forget_refunded_tokens(counter, tokens);
                 }
                 Some(_) => {}
                 None => self.reported.fail(counter_id(counter), part),
@@ -835,9 +837,10 @@ mod tests {
                     number: 500_000,
                     limit: 9,
                     used_max: None,
+                    counter: None,
                     end_ms: u64::MAX,
                 };
-                worker.shared.kept_refunds.keep(vec![target.refund(1)]);
+                let _ = worker.shared.kept_refunds.keep(vec![target.refund(1)]);
             };
             // Whether each call about the key is a refund.
             let calls = async || {

@@ -154,11 +154,14 @@ pub struct SendingRefunds<'a> {
 }
 
 impl KeptRefunds {
-    /// Keeps refunds for later, as far as there is space.
-    pub fn keep(&self, refunds: Vec<Refund>) {
+    /// Keeps refunds for later, as far as there is space; returns the others, which are lost.
+    #[must_use]
+    pub fn keep(&self, mut refunds: Vec<Refund>) -> Vec<Refund> {
         let mut kept = self.lock();
         let space = KEPT_MAX.saturating_sub(kept.refunds.len() + kept.taken);
-        kept.refunds.extend(refunds.into_iter().take(space).map(|refund| refund.with_key(|key| Box::from(&**key))));
+        let lost = refunds.split_off(space.min(refunds.len()));
+        kept.refunds.extend(refunds.into_iter().map(|refund| refund.with_key(|key| Box::from(&**key))));
+        lost
     }
 
     /// Whether none is kept or being sent.
@@ -223,7 +226,15 @@ mod tests {
     const ID: CounterId = (1, 2);
 
     fn target(number: u64, end_ms: u64) -> RefundTarget {
-        RefundTarget { key_base: "k".into(), kind: WindowKind::Sliding, number, limit: 9, used_max: None, end_ms }
+        RefundTarget {
+            key_base: "k".into(),
+            kind: WindowKind::Sliding,
+            number,
+            limit: 9,
+            used_max: None,
+            counter: None,
+            end_ms,
+        }
     }
 
     fn taken(usage: &ReportedUsage, tokens: u64, now_ms: u64) -> (Vec<(u64, u64)>, u64) {
@@ -278,7 +289,8 @@ mod tests {
         let server_of = |key: &str| if key == "k" { one } else { other };
         let kept = KeptRefunds::default();
         let elsewhere = RefundTarget { key_base: "elsewhere".into(), ..target(3, 100) };
-        kept.keep(vec![target(1, 100).refund(3), elsewhere.refund(5), target(2, 100).refund(4)]);
+        let lost = kept.keep(vec![target(1, 100).refund(3), elsewhere.refund(5), target(2, 100).refund(4)]);
+        assert!(lost.is_empty());
         assert_eq!(kept.servers(server_of), HashSet::from([one, other]));
         let mut sending = kept.take(one, server_of).expect("no worker is sending");
         assert!(kept.take(one, server_of).is_none());

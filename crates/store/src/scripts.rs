@@ -47,6 +47,7 @@ use redis::{Cmd, Value};
 
 use transom_limiter::rule::WINDOW_MARK;
 use transom_limiter::store_key::StoreWindow;
+use transom_limiter::table::Counter;
 use transom_limiter::window_kind::WindowKind;
 
 /// While the gateway's time is ahead of the server's by less than this, it is used, milliseconds. `acquire.lua` has the
@@ -127,6 +128,8 @@ pub struct CounterRequest {
     pub reserved_after_ms: u64,
     /// [`Refund::used_max`] of the tokens granted.
     pub refund_used_max: Option<u64>,
+    /// [`Refund::counter`] of the tokens granted.
+    pub counter: Option<Counter>,
     /// The gateway's time when the request was made. The time may have been set back to the server's since; `window` is
     /// then a later window.
     pub computed_ms: u64,
@@ -179,6 +182,8 @@ pub struct Refund<K = Rc<str>> {
     /// If set, tokens are refunded only in the window of the charge, and only if usage is at most this: otherwise requests may wait
     /// behind the refunded one.
     pub used_max: Option<u64>,
+    /// The layer's ordinary counter, which has the known usage. `None`: there is none.
+    pub counter: Option<Counter>,
     /// If set, the counter is deleted, and `tokens` is ignored.
     pub deletes: bool,
 }
@@ -199,6 +204,8 @@ pub struct RefundTarget {
     pub limit: u32,
     /// [`Refund::used_max`].
     pub used_max: Option<u64>,
+    /// [`Refund::counter`].
+    pub counter: Option<Counter>,
     /// The end of a lease on the tokens.
     pub end_ms: u64,
 }
@@ -206,16 +213,16 @@ pub struct RefundTarget {
 impl<K> Refund<K> {
     /// The same refund with another form of the key.
     pub fn with_key<L>(self, convert: impl FnOnce(&K) -> L) -> Refund<L> {
-        let Refund { key_base, kind, number, limit, tokens, used_max, deletes } = self;
-        Refund { key_base: convert(&key_base), kind, number, limit, tokens, used_max, deletes }
+        let Refund { key_base, kind, number, limit, tokens, used_max, counter, deletes } = self;
+        Refund { key_base: convert(&key_base), kind, number, limit, tokens, used_max, counter, deletes }
     }
 }
 
 impl RefundTarget {
     /// A refund of `tokens`.
     pub fn refund(&self, tokens: u64) -> Refund {
-        let RefundTarget { kind, number, limit, used_max, .. } = *self;
-        Refund { key_base: Rc::clone(&self.key_base), kind, number, limit, tokens, used_max, deletes: false }
+        let RefundTarget { kind, number, limit, used_max, counter, .. } = *self;
+        Refund { key_base: Rc::clone(&self.key_base), kind, number, limit, tokens, used_max, counter, deletes: false }
     }
 }
 
@@ -223,8 +230,8 @@ impl CounterRequest {
     pub fn refund_target(&self, reply: CounterReply) -> RefundTarget {
         let CounterReply { number, end_ms, .. } = reply;
         let end_ms = self.window.lease_end_ms(number, end_ms);
-        let (kind, limit, used_max) = (self.window.kind, self.limit, self.refund_used_max);
-        RefundTarget { key_base: Rc::clone(&self.key_base), kind, number, limit, used_max, end_ms }
+        let (kind, limit, used_max, counter) = (self.window.kind, self.limit, self.refund_used_max, self.counter);
+        RefundTarget { key_base: Rc::clone(&self.key_base), kind, number, limit, used_max, counter, end_ms }
     }
 }
 
@@ -455,6 +462,7 @@ mod tests {
             need_once_refused: 0,
             reserved_after_ms: 0,
             refund_used_max: None,
+            counter: None,
             computed_ms: 900,
         };
         AcquireCall { requests: vec![want], gateway_ms: 900, window_ms: 900 }

@@ -69,9 +69,9 @@ impl CounterAccess {
         let of_rule = refunds.iter().filter(|(of, _)| *of == position);
         let refunds: Vec<Refund> = of_rule.map(|(_, refund)| refund.at_most(tokens.into())).collect();
         if !refunds.is_empty() {
+            self.refund_in_store(refunds);
             // Before the store refunds: usage that is reported afterwards is not lowered again.
             self.forget_refunded(&charged.remote, tokens);
-            self.refund_in_store(refunds);
         }
     }
 }

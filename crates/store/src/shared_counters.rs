@@ -235,6 +235,25 @@ impl SharedCounters {
     /// Refunds tokens. Those of servers that cannot be reached are kept. The tokens of a call that fails stay used until their window
     /// ends: the store may have executed it.
     pub(super) async fn refund(self: &Rc<Self>, refunds: Vec<Refund>) {
+        self.begin_refunds(&refunds);
+        self.send_refunds(refunds).await;
+    }
+
+    /// Notes refunds, until they are sent and have a reply, or none is expected any more. Before the known usage loses their tokens.
+    pub(super) fn begin_refunds(&self, refunds: &[Refund]) {
+        for (counter, tokens) in refunded_tokens(refunds) {
+            self.usage_order.lock(counter_id(counter)).begin_refund(tokens);
+        }
+    }
+
+    fn end_refunds(&self, refunds: &[Refund]) {
+        for (counter, tokens) in refunded_tokens(refunds) {
+            self.usage_order.lock(counter_id(counter)).end_refund(tokens);
+        }
+    }
+
+    /// As [`SharedCounters::refund`], of noted refunds.
+    pub(super) async fn send_refunds(self: &Rc<Self>, refunds: Vec<Refund>) {
         let mut calls: Vec<Vec<Refund>> = Vec::new();
         for refund in refunds {
             let joins = |call: &&mut Vec<Refund>| {
@@ -258,22 +277,25 @@ impl SharedCounters {
 
     async fn refund_or_keep(self: Rc<Self>, refunds: Vec<Refund>) {
         let Some(first) = refunds.first() else { return };
-        if self.is_unreachable(&first.key_base) {
-            return self.kept_refunds.keep(refunds);
-        }
-        if let Err(error) = self.store.ensure_connected(&first.key_base).await {
+        let mut is_reachable = !self.is_unreachable(&first.key_base);
+        if is_reachable && let Err(error) = self.store.ensure_connected(&first.key_base).await {
             self.record_error(self.store.server_of(&first.key_base), &error);
-            return self.kept_refunds.keep(refunds);
+            is_reachable = false;
+        }
+        if !is_reachable {
+            return self.end_refunds(&self.kept_refunds.keep(refunds));
         }
         // A failed call has logged its error.
         let _ = self.refund_in_one_call(&refunds).await;
     }
 
-    /// One refund call, with bookkeeping.
+    /// One call of noted refunds, with bookkeeping.
     async fn refund_in_one_call(self: &Rc<Self>, refunds: &[Refund]) -> Result<(), StoreError> {
         let Some(first) = refunds.first() else { return Ok(()) };
         let began = self.clock.instant();
-        match self.store.refund(refunds).await {
+        let reply = self.store.refund(refunds).await;
+        self.end_refunds(refunds);
+        match reply {
             Ok(returned) => {
                 self.metrics.returned(returned);
                 self.metrics.call_completed(StoreOutcome::Refunded, self.clock.instant().duration_since(began));
@@ -314,6 +336,7 @@ impl SharedCounters {
                 return None;
             }
             let tokens = self.table.withdraw(counter, target.end_ms, u32::MAX);
+            self.begin_refunds(&[target.refund(tokens.into())]);
             self.forget_returned_tokens(counter, target, tokens);
             Some(tokens)
         };
@@ -322,8 +345,13 @@ impl SharedCounters {
         // An ended plain window takes nothing back.
         let (live, ended): (Vec<_>, Vec<_>) =
             idle.into_iter().partition(|(target, _)| target.end_ms > now_ms || target.kind.outlasts_window());
-        self.metrics.expired(ended.iter().map(|(_, tokens)| u64::from(*tokens)).sum());
-        self.refund(live.iter().map(|(target, tokens)| target.refund(u64::from(*tokens))).collect()).await;
+        let refunds = |leases: Vec<(RefundTarget, u32)>| {
+            leases.into_iter().map(|(target, tokens)| target.refund(u64::from(tokens))).collect::<Vec<_>>()
+        };
+        let (live, ended) = (refunds(live), refunds(ended));
+        self.metrics.expired(ended.iter().map(|refund| refund.tokens).sum());
+        self.end_refunds(&ended);
+        self.send_refunds(live).await;
     }
 
     /// Subtracts leased tokens that go back to the store from the known usage. Otherwise they would count as used during an outage,
@@ -344,7 +372,6 @@ impl SharedCounters {
         mut refund_locally: impl FnMut(ShardReceipt),
     ) {
         let now_ms = self.clock.now().unix_ms;
-        let mut refunds = Vec::new();
         for charged in receipts {
             let charge = charged.receipt.last_tokens(tokens);
             let with_receipt = |receipt| ShardReceipt { receipt, ..charged };
@@ -361,10 +388,10 @@ impl SharedCounters {
                 refund_locally(with_receipt(charge.last_tokens(u32::try_from(rest).unwrap_or(u32::MAX))));
             }
             drop(reports);
-            self.forget_refunded_tokens(counter, more.iter().map(|refund| refund.tokens).sum());
-            refunds.extend(more.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))));
+            let refunded = more.iter().map(|refund| refund.tokens).sum();
+            self.refund_later(more.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))).collect());
+            self.forget_refunded_tokens(counter, refunded);
         }
-        self.refund_later(refunds);
     }
 
     /// Subtracts tokens that are refunded to the store from the known usage.
@@ -406,6 +433,7 @@ impl SharedCounters {
                         number: window.number_of_lease(end_ms),
                         limit: layer.request.limit,
                         used_max: refund_used_max(compiled_rule, layer),
+                        counter: Some(counter),
                         end_ms,
                     });
                 });
@@ -475,6 +503,11 @@ pub fn keyed_layers<'a>(
     })
 }
 
+/// The tokens of refunds, with the counters whose known usage may have them.
+fn refunded_tokens(refunds: &[Refund]) -> impl Iterator<Item = (Counter, u64)> {
+    refunds.iter().filter(|refund| !refund.deletes).filter_map(|refund| Some((refund.counter?, refund.tokens)))
+}
+
 /// Warns if the server of a connection evicts counters.
 async fn check_eviction(connection: Rc<Connection>) {
     let mut command = redis::cmd("INFO");
@@ -529,6 +562,7 @@ mod tests {
                     need_once_refused: 0,
                     reserved_after_ms: 0,
                     refund_used_max: None,
+                    counter: None,
                     computed_ms: 0,
                 };
                 worker.shared.acquire(&[request]).await.unwrap()
@@ -555,6 +589,7 @@ mod tests {
                     limit: 9,
                     tokens: 1,
                     used_max: None,
+                    counter: None,
                     deletes: false,
                 };
                 worker.shared.refund(vec![refund; refunds]).await;
@@ -574,7 +609,15 @@ mod tests {
 
     fn target() -> RefundTarget {
         let kind = WindowKind::Plain;
-        RefundTarget { key_base: "k".into(), kind, number: 1, limit: 9, used_max: None, end_ms: u64::MAX }
+        RefundTarget {
+            key_base: "k".into(),
+            kind,
+            number: 1,
+            limit: 9,
+            used_max: None,
+            counter: None,
+            end_ms: u64::MAX,
+        }
     }
 
     #[test]
@@ -583,7 +626,7 @@ mod tests {
             let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
             worker.store.set_used("k:1", 10_000);
             let target = target();
-            worker.shared.kept_refunds.keep(vec![target.refund(1); 3 * REFUNDS_PER_CALL]);
+            let _ = worker.shared.kept_refunds.keep(vec![target.refund(1); 3 * REFUNDS_PER_CALL]);
             worker.settled_calls().await;
             let sizes = || {
                 let size = |call| match call {

@@ -227,8 +227,8 @@ impl SharedCounters {
             false => self.excess_tokens(fetch, usage).min(granted),
         };
         if excess > 0 {
-            self.forget_returned_tokens(fetch.counter, &refund_target, excess);
             self.refund_later(vec![refund_target.refund(excess.into())]);
+            self.forget_returned_tokens(fetch.counter, &refund_target, excess);
         }
         let tokens = granted - excess;
         if tokens == 0 {
@@ -265,10 +265,10 @@ impl SharedCounters {
         } else if left > 0 {
             let is_counted = former.kind != WindowKind::Sliding
                 || window.segments().expires_ms(former.number) > self.clock.now().unix_ms;
+            self.refund_later(vec![former.refund(u64::from(left))]);
             if is_counted {
                 self.forget_returned_tokens(counter, former, left);
             }
-            self.refund_later(vec![former.refund(u64::from(left))]);
         }
     }
 
@@ -725,6 +725,7 @@ impl SharedCounters {
             need_once_refused: 0,
             reserved_after_ms: 0,
             refund_used_max: refund_used_max(compiled_rule, layer),
+            counter: Some(layer.counter(keyed_request)),
             computed_ms: now_ms,
         }
     }
@@ -760,7 +761,8 @@ impl SharedCounters {
     }
 
     /// A lower bound of the usage, if the store may have lost counts; otherwise 0. It lacks what other calls charge: they may come
-    /// later.
+    /// later. It has the tokens of refunds on their way: otherwise these would lower the usage of other requests in a store that has
+    /// lost these tokens.
     fn used_at_least(
         &self,
         rule_set: &RuleSet,
@@ -771,11 +773,14 @@ impl SharedCounters {
         self.note_reconnect(self.clock.instant());
         let (counter, time) = (layer.counter(keyed_request), rule_set.time(self.clock.now().unix_ms));
         let request = AcquireRequest { end_ms: window_end_ms, ..layer.request };
-        let Some(Usage { used, end_ms }) = self.table.lasting_usage(counter, request, time) else { return 0 };
+        let lasting = self.table.lasting_usage(counter, request, time);
+        let order = self.usage_order.lock(counter_id(counter)).get();
+        let Usage { used, end_ms } = lasting.unwrap_or(Usage { used: 0, end_ms: window_end_ms });
+        let used = used.saturating_add(order.refunding).saturating_sub(order.unanswered.sum());
         let is_confirmed =
             self.leases.with_existing(counter_id(counter), |record| record.generation == self.generation.get());
         match self.may_be_lost(rule_set, layer, end_ms) && is_confirmed != Some(true) {
-            true => used.saturating_sub(self.usage_order.lock(counter_id(counter)).get().unanswered.sum()),
+            true => used,
             false => 0,
         }
     }

@@ -41,6 +41,15 @@ pub struct CounterOrder {
     pub unanswered: UnansweredTokens,
     /// While there are unanswered charges: the usage that replies have reported.
     pub reported: u64,
+    /// Tokens of refunds that wait or have no reply. They are not part of the known usage, and a server may still count them.
+    pub refunding: u64,
+}
+
+impl CounterOrder {
+    /// Whether the order has to be remembered.
+    fn is_open(&self) -> bool {
+        self.unanswered.sum() > 0 || self.refunding > 0
+    }
 }
 
 /// A counter whose known usage no other worker changes at the same time: all changes hold this lock.
@@ -72,8 +81,8 @@ impl UsageOrder {
 
 impl LockedOrder<'_> {
     pub fn get(&self) -> CounterOrder {
-        let forgotten =
-            CounterOrder { changed: self.part.forgotten, unanswered: UnansweredTokens::default(), reported: 0 };
+        let (unanswered, reported, refunding) = Default::default();
+        let forgotten = CounterOrder { changed: self.part.forgotten, unanswered, reported, refunding };
         self.part.counters.get(&self.id).copied().unwrap_or(forgotten)
     }
 
@@ -99,6 +108,14 @@ impl LockedOrder<'_> {
         }
     }
 
+    pub fn begin_refund(&mut self, tokens: u64) {
+        self.change(|counter| counter.refunding = counter.refunding.saturating_add(tokens));
+    }
+
+    pub fn end_refund(&mut self, tokens: u64) {
+        self.change(|counter| counter.refunding = counter.refunding.saturating_sub(tokens));
+    }
+
     /// Changes the usage that replies have reported, if it is remembered.
     pub fn change_reported(&mut self, change: impl FnOnce(u64) -> u64) {
         if self.get().unanswered.charges > 0 {
@@ -111,7 +128,7 @@ impl LockedOrder<'_> {
         change(&mut counter);
         if self.part.counters.len() >= COUNTERS_MAX && !self.part.counters.contains_key(&self.id) {
             self.part.forgotten = self.order.next_number();
-            self.part.counters.retain(|_, counter| counter.unanswered.sum() > 0);
+            self.part.counters.retain(|_, counter| counter.is_open());
         }
         self.part.counters.insert(self.id, counter);
     }

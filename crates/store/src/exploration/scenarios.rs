@@ -10,6 +10,7 @@
 //! - the charge of a client that leaves is kept
 //! - a rule that cannot be counted admits, although it should refuse
 //! - the usage that a gateway knows is not sent to a store that has lost data
+//! - the usage that is sent to such a store lacks refunds on their way
 //! - idle tokens go back to the store and stay leased
 //! - a refused request keeps what other rules have charged
 //! - usage counted in an outage is not reported
@@ -294,6 +295,16 @@ fn when_a_gateway_dies() {
 fn when_a_store_restarts_without_data() {
     holds_for_all_windows(ONE_EACH, |scenario| scenario.restarts = 1);
     holds_for_all_windows(ALONE, |scenario| scenario.restarts = 1);
+}
+
+/// A refund of a request that was charged before the restart does not lower the usage that the gateway has told the store since.
+#[test]
+fn when_a_store_restarts_without_data_before_a_refund() {
+    let requests: &[&[RequestKind]] = &[&[refunded(0), request(0), request(0)]];
+    holds_for_all_windows(requests, |scenario| scenario.restarts = 1);
+    let two_workers: &[&[RequestKind]] = &[&[refunded(0)], &[request(0), request(0)]];
+    let [plain, ..] = rules();
+    holds_in_both_modes(plain, two_workers, |scenario| (scenario.workers, scenario.restarts) = (2, 1));
 }
 
 #[test]

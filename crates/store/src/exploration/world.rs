@@ -237,8 +237,6 @@ struct Observations {
     /// Whether calls, replies or a gateway were lost.
     has_lost_calls: bool,
     has_lost_data: bool,
-    /// Whether a response stated less than was charged, or a client has left.
-    has_refunded: bool,
     /// Whether a gateway may have counted without the store.
     has_counted_alone: bool,
 }
@@ -353,7 +351,6 @@ impl World {
             Event::Begin { gateway } => self.begin(gateway),
             Event::Cancel { gateway, request } => {
                 self.scenario.cancels -= 1;
-                self.observed.has_refunded = true;
                 self.gateways[gateway].requests[request].cancel();
             }
             Event::Reset { gateway } => {
@@ -520,7 +517,6 @@ impl World {
         let _guard = gateway.tasks.enter();
         settle();
         let difference = i64::from(stated) - i64::from(request.kind.cost);
-        self.observed.has_refunded |= difference < 0;
         self.note_admitted(request.kind, &decided, difference, true);
     }
 
@@ -663,8 +659,8 @@ impl World {
             let admitted = self.observed.admitted.entry((kind.key, name.clone(), end_ms)).or_default();
             *admitted = admitted.saturating_add_signed(tokens);
             let is_sharded = self.rule_set.layer(layer).shards > 1;
-            // A single gateway remembers what the store has lost, without refunds in flight, except of single shards.
-            let may_forget = self.histories.len() > 1 || self.observed.has_refunded || is_sharded;
+            // A single gateway remembers what the store has lost, except of single shards.
+            let may_forget = self.histories.len() > 1 || is_sharded;
             let forgotten = self.observed.forgotten.get(&(kind.key, name.clone())).filter(|_| may_forget);
             let forgotten = forgotten.copied().unwrap_or(0);
             // A gateway that cannot reach the store counts alone.
