@@ -6,7 +6,6 @@
 use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
 use std::hash::BuildHasher;
-use std::net::IpAddr;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,14 +14,11 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use crate::io_stream::descriptor_limit;
 use transom_config::listen::Listen;
 use transom_http::client_address::ClientAddress;
-use transom_limiter::ip_prefix::Network;
 
 /// The default of `max_connections`, if the process may open enough descriptors.
 const DEFAULT_MAX: u64 = 65_536;
 /// Descriptors reserved for files, listeners and the admin address.
 const RESERVED_DESCRIPTORS: u64 = 128;
-/// Prefix length that identifies an IPv6 client: a client usually controls a /64.
-const V6_PREFIX: u8 = 64;
 /// Clients are counted in several maps, so that workers rarely wait for each other.
 const SHARDS: usize = 16;
 /// Value of `max_per_client` for no limit.
@@ -94,10 +90,7 @@ impl ConnectionSlot {
         if max == UNLIMITED {
             return true;
         }
-        let client = match address.to_canonical() {
-            ClientAddress::Ip(ip @ IpAddr::V6(_)) => Network::containing(ip, V6_PREFIX).address.into(),
-            client @ (ClientAddress::Ip(IpAddr::V4(_)) | ClientAddress::Unix) => client,
-        };
+        let client = address.of_client();
         let mut counts = self.limit.shard(&client).lock().unwrap_or_else(PoisonError::into_inner);
         let count = counts.entry(client).or_default();
         // A client without an entry is always below the limit: no limit is zero.

@@ -3,12 +3,14 @@
 //! A body is bounded by `body_key_limit`, the time by that of every request body, and the memory of all such bodies together.
 
 use std::future::poll_fn;
+use std::hash::BuildHasher as _;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
+use foldhash::fast::RandomState;
 use http::HeaderMap;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use http_body::Body as _;
@@ -17,15 +19,19 @@ use super::include_usage::asking_for_usage;
 use super::response_cost::joined;
 use crate::timer::Timer;
 use crate::upstream::request_body::{BufferedBody, ClientBody, RequestBody, UploadLimits};
+use transom_http::client_address::ClientAddress;
 use transom_http::error::RequestError;
-use transom_usage::memory_budget::MemoryBudget;
+use transom_usage::memory_budget::{MemoryBudget, MemoryShare};
 use transom_usage::request_body::{BodyCoding, BodyError, BodyPlan, BodyValues};
 
 /// What all bodies may take that are read before their decision, until they are forwarded.
 static MEMORY: MemoryBudget = MemoryBudget::new(256 << 20);
+/// Hashes clients, whose parts of the memory are bounded. Randomly seeded, so that none can choose the address of another's part.
+static CLIENT_HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::default);
 
 /// What is read of a body before the decision.
 pub struct BodyReading {
+    pub client: ClientAddress,
     pub plan: Arc<BodyPlan>,
     pub max_bytes: usize,
     pub limits: UploadLimits,
@@ -50,8 +56,10 @@ impl BodyReading {
         headers: &mut HeaderMap,
         timer: &Timer,
     ) -> Result<ReadBody, RequestError> {
-        let BodyReading { plan, max_bytes, limits, timeout, set_include_usage } = self;
-        let mut body = read_to_end(RequestBody::new(body, || limits.at_most(max_bytes as u64)), timeout, timer).await?;
+        let BodyReading { client, plan, max_bytes, limits, timeout, set_include_usage } = self;
+        let memory = MEMORY.share_of(CLIENT_HASHER.hash_one(client.of_client()));
+        let body = RequestBody::new(body, || limits.at_most(max_bytes as u64));
+        let mut body = read_to_end(body, memory, timeout, timer).await?;
         let values = read_values(&plan, body.data(), headers, max_bytes)?;
         let rewritten = set_include_usage.then(|| asking_for_usage(body.data(), &values, headers)).flatten();
         let hides_usage = rewritten.is_some();
@@ -87,9 +95,14 @@ pub fn read_values(
     })
 }
 
-async fn read_to_end(mut body: RequestBody, timeout: Duration, timer: &Timer) -> Result<BufferedBody, RequestError> {
+async fn read_to_end(
+    mut body: RequestBody,
+    mut memory: MemoryShare,
+    timeout: Duration,
+    timer: &Timer,
+) -> Result<BufferedBody, RequestError> {
     let progress = body.progress();
-    let (mut data, mut trailers, mut memory) = (Vec::new(), None, MEMORY.share());
+    let (mut data, mut trailers) = (Vec::new(), None);
     loop {
         timer.arm(timeout);
         let frame = poll_fn(|cx| match Pin::new(&mut body).poll_frame(cx) {

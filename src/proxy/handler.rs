@@ -531,7 +531,7 @@ fn state_of_needed_body(
     validated: &ValidatedRequest<'_>,
     plan: &Arc<BodyPlan>,
 ) -> BodyState {
-    let RequestContext { worker, config, peer, body, body_bytes, read_values, .. } = request_context;
+    let RequestContext { worker, config, peer, client, body, body_bytes, read_values, .. } = request_context;
     if let Some(Err(error)) = read_values {
         return BodyState::Failed(error.clone());
     }
@@ -553,7 +553,14 @@ fn state_of_needed_body(
     // Other requests of these APIs have no such member, and servers refuse it.
     let is_completion = || resolved.attributes.path.ends_with("/completions");
     let set_include_usage = set_include_usage.is_some_and(|actions| actions.set_include_usage && is_completion());
-    BodyState::Unread(Box::new(BodyReading { plan: Arc::clone(plan), max_bytes, limits, timeout, set_include_usage }))
+    BodyState::Unread(Box::new(BodyReading {
+        client: client.address,
+        plan: Arc::clone(plan),
+        max_bytes,
+        limits,
+        timeout,
+        set_include_usage,
+    }))
 }
 
 /// Whether rules that do not depend on the body refuse the request: then its body costs no memory and time. The error of a rule

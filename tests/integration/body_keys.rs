@@ -18,7 +18,7 @@ use crate::support::process::Process;
 use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::redis::RedisServer;
 use crate::support::upstream::{Upstream, reply};
-use crate::support::{TempDir, eventually_eq};
+use crate::support::{TempDir, eventually, eventually_eq};
 
 const TOML: &str = r#"
 [rules.models]
@@ -369,4 +369,31 @@ fn mcp_clients_are_limited_by_tool() {
             });
         assert_eq!(Some(counted.sum()), calls()[tool].as_u64(), "{tool}");
     }
+}
+
+/// Bodies of one client that never end take no memory that the body of another client needs.
+#[test]
+fn a_client_leaves_memory_for_the_bodies_of_others() {
+    const BODIES: usize = 24;
+    const BODY: usize = 12 << 20;
+    let toml = "body_key_limit = \"16MiB\"\n[upstreams.u]\nbuiltin = \"echo\"\n\
+                [rules.models]\nkey = \"json:/model\"\non_missing_key = \"skip\"\nwindows = [\"5/day\"]\n\
+                [[routes]]\npath = \"/\"\nupstream = \"u\"\nrules = [\"models\"]\n";
+    let process = Process::spawn(toml);
+    let body = vec![b' '; BODY];
+    let without_end = request("POST", "/", &[("Content-Length", &(BODY + 1).to_string())], b"");
+    let open = |_| {
+        let mut client = Client::connect_from("127.0.0.2", process.http);
+        client.send(&without_end).send_if_open(&body);
+        client
+    };
+    let clients: Vec<_> = (0..BODIES).map(open).collect();
+    eventually("bodies are refused", || {
+        process.metrics().sum("transom_request_errors_total", &[("error", "body_memory")]) > 0
+    });
+    Client::connect_from("127.0.0.3", process.http).request("POST", "/", &[], &body).expect(200);
+    drop(clients);
+    eventually("the memory is free again", || {
+        Client::connect_from("127.0.0.2", process.http).request("POST", "/", &[], &body).status == 200
+    });
 }

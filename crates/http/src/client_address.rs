@@ -9,6 +9,8 @@ use transom_limiter::ip_prefix::{Network, NetworkError, Networks};
 
 /// The callers of Unix sockets, as nginx writes them: in the configuration, in keys, in logs and in `X-Forwarded-For`.
 pub const UNIX: &str = "unix:";
+/// Prefix length that identifies an IPv6 client: a client usually controls a /64.
+const V6_CLIENT_PREFIX: u8 = 64;
 
 /// Where a connection or a request comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -32,6 +34,14 @@ impl ClientAddress {
         match self {
             ClientAddress::Ip(ip) => ClientAddress::Ip(ip.to_canonical()),
             ClientAddress::Unix => ClientAddress::Unix,
+        }
+    }
+
+    /// Equal for all addresses of a client: for IPv6, the network.
+    pub fn of_client(self) -> ClientAddress {
+        match self.to_canonical() {
+            ClientAddress::Ip(ip @ IpAddr::V6(_)) => Network::containing(ip, V6_CLIENT_PREFIX).address.into(),
+            client @ (ClientAddress::Ip(IpAddr::V4(_)) | ClientAddress::Unix) => client,
         }
     }
 }
