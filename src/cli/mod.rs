@@ -164,7 +164,7 @@ impl fmt::Display for InvalidConfig {
     }
 }
 
-/// Reads a configuration and the files it names, and watches them and the folders of included files.
+/// Reads a configuration and the files it names, and watches them and the folders of included files: no others, if it is valid.
 pub fn read_config(path: &Path, watch: &mut FileWatch) -> Result<Config, InvalidConfig> {
     // In a thread of its own: the allocator gives the memory back that large files took while they were read.
     thread::scope(|scope| {
@@ -173,16 +173,22 @@ pub fn read_config(path: &Path, watch: &mut FileWatch) -> Result<Config, Invalid
 }
 
 fn read_watched_config(path: &Path, watch: &mut FileWatch) -> Result<Config, InvalidConfig> {
-    let watch = RefCell::new(watch);
+    let read = RefCell::new(FileWatch::default());
     let files = |path: &Path| {
-        watch.borrow_mut().watch(path);
+        read.borrow_mut().watch(path);
         read_file(path)
     };
     let folders = |path: &Path| {
-        watch.borrow_mut().watch(path);
+        read.borrow_mut().watch(path);
         list_folder(path)
     };
-    read_config_with(path, &files, &folders, None)
+    let config = read_config_with(path, &files, &folders, None);
+    match config {
+        Ok(_) => *watch = read.into_inner(),
+        // The files that were not read may be the ones to correct.
+        Err(_) => watch.extend(read.into_inner()),
+    }
+    config
 }
 
 /// Reads a configuration through `files` and `folders`. `new_client` may be named before it exists.

@@ -122,6 +122,9 @@ pub enum ReloadError {
 impl fmt::Display for ReloadError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            ReloadError::NeedsRestart(setting @ "counters.capacity") => {
+                write!(f, "a change of `{setting}` needs a restart: an upgrade keeps the table")
+            }
             ReloadError::NeedsRestart(setting) => write!(f, "a change of `{setting}` needs a restart or an upgrade"),
             ReloadError::Tls(error) => write!(f, "TLS cannot be set up: {error}"),
             ReloadError::AccessLog(error) => write!(f, "cannot open the access log: {error}"),

@@ -172,6 +172,26 @@ fn a_briefly_missing_file_is_not_a_change() {
     process.wait_for_reloads("applied", 1);
 }
 
+/// Otherwise the next start would be the first to notice.
+#[test]
+fn a_removed_file_is_reported() {
+    let scratch = TempDir::new();
+    scratch.write("servers.toml", "servers = [\"http://127.0.0.1:9\"]\n");
+    scratch.write("access.toml", "");
+    let toml = "[access]\nfile = \"access.toml\"\n[upstreams.u]\nservers_file = \"servers.toml\"\n\
+                [[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
+    let process = Process::spawn_command(Command::new(BINARY), toml, scratch);
+    for (number, file) in ["access.toml", "servers.toml"].into_iter().enumerate() {
+        let path = process.scratch.path().join(file);
+        let text = fs::read_to_string(&path).unwrap();
+        fs::remove_file(&path).unwrap();
+        process.wait_for_stderr(&format!("cannot read `{file}`: "));
+        process.wait_for_reloads("refused", number as u64 + 1);
+        fs::write(&path, text).unwrap();
+        process.wait_for_reloads("applied", number as u64 + 1);
+    }
+}
+
 #[test]
 fn a_change_that_needs_a_restart_is_refused_and_reported() {
     let process = Process::spawn(&rule(10));
@@ -180,7 +200,7 @@ fn a_change_that_needs_a_restart_is_refused_and_reported() {
         process.write_config(&format!("{change}{}", rule(20)));
         process.wait_for_reloads("refused", n as u64 + 1);
     }
-    let log = process.wait_for_stderr("`counters.capacity`");
+    let log = process.wait_for_stderr("`counters.capacity` needs a restart: an upgrade keeps");
     assert!(log.contains("`workers`") && log.contains("restart"), "{log}");
     assert_eq!(items(&process.get("/a").expect(200), "ratelimit-policy")[0].get("q"), 10);
 }
