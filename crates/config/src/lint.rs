@@ -544,20 +544,21 @@ fn paths_with_variants(config: &Config) -> Vec<String> {
     messages
 }
 
-/// A pattern that ends in literal text, with a slash or a path parameter appended.
+/// A pattern with a slash or a path parameter appended; `None` if the pattern matches this as well.
 fn path_variant(pattern: &[Segment], suffix: &str) -> Option<Vec<Segment>> {
     let (last, init) = pattern.split_last()?;
     let mut last = last.clone();
+    if suffix == "/" {
+        let has_slash = matches!(&last, Segment::Rest(_)) || matches!(&last, Segment::Literal(text) if text.is_empty());
+        return (!has_slash).then(|| [init, &[last, Segment::Literal(String::new())]].concat());
+    }
     let text = match &mut last {
         Segment::Literal(text) => Some(text),
         Segment::Wildcards(segment) => segment.texts.last_mut(),
         Segment::Param(_) | Segment::Rest(_) => None,
     };
-    let text = text.filter(|text| !text.is_empty())?;
-    let (same_segment, next) = suffix.split_once('/').map_or((suffix, None), |(same, next)| (same, Some(next)));
-    text.push_str(same_segment);
-    let next = next.map(|next| Segment::Literal(next.to_owned()));
-    Some(init.iter().cloned().chain([last]).chain(next).collect())
+    text.filter(|text| !text.is_empty())?.push_str(suffix);
+    Some([init, &[last]].concat())
 }
 
 /// Whether requests for a variant of the route's path avoid some of its rules, because the other route matches the
@@ -906,7 +907,10 @@ mod tests {
             (&[("/login", A), ("/{*rest}", REDIRECT)], &[]),
             (&[("/api/login", A), ("/web/{*rest}", NONE)], &[]),
             (&[("/api/{id}/login", A), ("/api/x/{*rest}", NONE)], &[true, false]),
-            (&[("/api/{id}", A), ("/api/{*rest}", NONE)], &[]),
+            (&[("/api/{id}", A), ("/api/{*rest}", NONE)], &[true]),
+            (&[("/api/{id}", A), ("/api/{id}/{part}", NONE)], &[]),
+            (&[("/api/v{n}", A), ("/{*rest}", NONE)], &[true]),
+            (&[("/api/", A), ("/{*rest}", NONE)], &[]),
             (&[("/", A), ("/{*rest}", NONE)], &[]),
         ] {
             assert_eq!(kinds("", routes), found, "{routes:?}");
