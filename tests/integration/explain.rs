@@ -238,7 +238,7 @@ fn recorded_questions_are_answered_as_checked_by_hand() {
             "error",
             Some(400),
             Some("item"),
-            "`header:x-user` more than once, or in a form that servers read differently (rule `per-user`)",
+            "the field `x-user` more than once, or in a form that servers read differently (rule `per-user`)",
         ),
         (
             Asked("GET", "/nowhere", &[], "203.0.113.6"),

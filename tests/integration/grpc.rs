@@ -77,7 +77,7 @@ fn an_error_has_the_corresponding_grpc_status() {
     let toml = one_rule("key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [\"9/hour\"]");
     let gateway = Gateway::start(&toml.replace("/{*rest}", "/pkg.Service/Method"));
     let mut client = Http2Client::connect(gateway.http);
-    assert_eq!(grpc_message(&call(&mut client), "13"), "the request lacks `header:x-user`");
+    assert_eq!(grpc_message(&call(&mut client), "13"), "the request lacks the field `x-user`");
     grpc_message(&client.request_path("POST", "/elsewhere", &GRPC, b"x"), "12");
     let toml = one_rule(
         "key = \"header:x-user\"\non_missing_key = \"skip\"\non_unknown_key = \"refuse\"\nwindows = [\"9/hour\"]",

@@ -70,7 +70,7 @@ fn repeated_or_malformed_values_are_refused() {
         let response = by_cookie.get_with("/a", cookies).expect(400);
         assert_eq!(
             response.problem()["detail"],
-            "the request gives `cookie:session` more than once, or in a form that servers read differently"
+            "the request gives the cookie `session` more than once, or in a form that servers read differently"
         );
     }
     let by_query = gateway("query:token", "skip");
@@ -86,7 +86,7 @@ fn repeated_or_malformed_values_are_refused() {
         let response = by_query.get(target).expect(400);
         assert_eq!(
             response.problem()["detail"],
-            "the request gives `query:token` more than once, or in a form that servers read differently"
+            "the request gives the query parameter `token` more than once, or in a form that servers read differently"
         );
     }
     for target in ["/a?token=%", "/a?token=%zz", "/a?token=a%2", "/a?%zz=b&token=a"] {
@@ -99,12 +99,12 @@ fn repeated_or_malformed_values_are_refused() {
 fn an_absent_or_empty_value_is_a_missing_key() {
     for target in ["/a", "/a?", "/a?token", "/a?token=", "/a?a=token"] {
         let response = gateway("query:token", "refuse").get(target).expect(400);
-        assert_eq!(response.problem()["detail"], "the request lacks `query:token`");
+        assert_eq!(response.problem()["detail"], "the request lacks the query parameter `token`");
         assert_eq!(gateway("query:token", "skip").get(target).expect(200).field("ratelimit"), None, "{target}");
     }
     for cookies in [&[][..], &[("Cookie", "")], &[("Cookie", "session=")], &[("Cookie", "Session=a; a=session")]] {
         let response = gateway("cookie:session", "refuse").get_with("/a", cookies).expect(400);
-        assert_eq!(response.problem()["detail"], "the request lacks `cookie:session`");
+        assert_eq!(response.problem()["detail"], "the request lacks the cookie `session`");
         let by_address = gateway("cookie:session", "ip");
         assert_eq!(
             [remaining_after(&by_address, "/a", &[]), remaining_after(&by_address, "/a", &["session=127.0.0.1"])],

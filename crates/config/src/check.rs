@@ -59,6 +59,13 @@ fn is_toml(text: &str) -> bool {
     DeTable::parse_recoverable(text).1.is_empty()
 }
 
+/// Keys of the top level, what is meant by them, and the fix.
+const MISPLACED: [(&str, &str, &str); 3] = [
+    ("redis", "counters", TABLE_FIX),
+    ("shared", "counters", TABLE_FIX),
+    ("route", "routes", "write `[[routes]]`, once for each route"),
+];
+
 fn read_top_level(mut top: Table, report: &mut Report) -> Config {
     let general = General::read(&mut top, report);
     let path_reading = PathSettings::read(&mut top, report).reading();
@@ -86,7 +93,7 @@ fn read_top_level(mut top: Table, report: &mut Report) -> Config {
         Some(_) => top.get("routes"),
         None => top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`"),
     };
-    ["redis", "shared"].iter().for_each(|key| top.suggest_for(key, "counters", TABLE_FIX));
+    MISPLACED.iter().for_each(|(key, meant, fix)| top.suggest_for(key, meant, *fix));
     let misspelled = top.finish(report);
 
     let placeholder = misspelled.contains(&"counters").then(|| StoreConfig::placeholder().default_sharing());

@@ -542,9 +542,10 @@ impl ClientsFileReader<'_> {
         };
         let (message, fix) = match owner.get() {
             owner if owner == client => (format!("this {kind} is listed twice"), "remove it"),
-            owner => {
-                (format!("this {kind} already belongs to {}", quoted(owner)), "remove it from one of the two clients")
-            }
+            owner => (
+                format!("this {kind} belongs to {} and to {}", quoted(owner), quoted(client)),
+                "remove it from one of the two",
+            ),
         };
         report.problem(text.span.clone(), message, fix);
     }

@@ -107,7 +107,12 @@ fn is_ipv4_like(text: &str) -> bool {
 pub fn parse_socket_path<'u>(url: &str, path: &'u str, scheme: &str) -> Parsed<&'u str> {
     let message = |what: &str| format!("{} {what}", quoted(url));
     if !path.starts_with('/') || path.starts_with("//") {
-        let fix = format!("write `\"{scheme}/{}\"`", path.trim_start_matches('/'));
+        let fix = match path.starts_with('/') {
+            true => format!("write `\"{scheme}/{}\"`", path.trim_start_matches('/')),
+            false => {
+                format!("write the whole path, such as `\"{scheme}/run/{}\"`", path.rsplit('/').next().unwrap_or(path))
+            }
+        };
         return Err((message("does not have the absolute path of a socket"), fix));
     }
     if path.len() > SOCKET_PATH_MAX_BYTES || path.contains(char::is_control) {

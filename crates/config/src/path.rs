@@ -364,7 +364,7 @@ fn parse_wildcards(part: &str, is_last: bool) -> Parsed<Option<Segment>> {
             true => "write `{*rest}` for the rest of the path, or `{name}` for one segment",
             false => "write `{name}` for one segment",
         };
-        return Err((format!("{} is not a parameter", quoted(part)), fix.to_owned()));
+        return Err((format!("{} is a whole segment, which needs a name", quoted(part)), fix.to_owned()));
     }
     if let Some(meant) = foreign_parameter(part) {
         return Err((format!("{} is not a parameter", quoted(part)), format!("write `{meant}`")));

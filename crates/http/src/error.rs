@@ -352,6 +352,21 @@ impl RequestError {
     }
 }
 
+/// A part of a key for a client, which does not know the words of the configuration.
+fn part_in_words(part: &str) -> String {
+    match part.split_once(':') {
+        Some(("header", name)) => format!("the field `{name}`"),
+        Some(("cookie", name)) => format!("the cookie `{name}`"),
+        Some(("query", name)) => format!("the query parameter `{name}`"),
+        Some(("jwt", name)) => format!("a bearer token with the claim `{name}`"),
+        Some(("json", pointer)) => format!("the member `{pointer}` of a JSON body"),
+        None if part == "bearer" => String::from("a bearer token"),
+        None if part == "basic-user" => String::from("a user name of Basic authentication"),
+        _ if part.starts_with("client-cert") => String::from("a client certificate"),
+        _ => format!("`{part}`"),
+    }
+}
+
 impl fmt::Display for RequestError {
     /// The message for the client, without internals such as addresses of servers.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -385,9 +400,10 @@ impl fmt::Display for RequestError {
             RequestError::KeyMissing { part, .. } if part == "client" => {
                 f.write_str("neither the address nor a certificate belongs to a client of this API")
             }
-            RequestError::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
+            RequestError::KeyMissing { part, .. } => write!(f, "the request lacks {}", part_in_words(part)),
             RequestError::KeyAmbiguous { part, .. } => {
-                write!(f, "the request gives `{part}` more than once, or in a form that servers read differently")
+                let part = part_in_words(part);
+                write!(f, "the request gives {part} more than once, or in a form that servers read differently")
             }
             RequestError::KeyMalformed { part, .. } if part == "basic-user" => {
                 f.write_str("the credentials in `authorization` are not Base64")

@@ -178,8 +178,9 @@ pub fn candidate_parts(text: &str) -> Option<(&str, Option<&str>, &str)> {
 /// The position of a name among those that are known, or a message for the user.
 fn position_of(kind: &str, name: &str, known: &[&str]) -> Result<usize, String> {
     known.iter().position(|known| *known == name).ok_or_else(|| {
-        let meant = nearest(name, known.iter().copied()).map(|name| format!("; did you mean `{name}`?"));
-        format!("unknown {kind} `{name}`{}", meant.unwrap_or_default())
+        let meant = nearest(name, known.iter().copied()).map(|name| format!("did you mean `{name}`?"));
+        let known = || format!("those of the configuration: `{}`", known.join("`, `"));
+        format!("unknown {kind} `{name}`; {}", meant.unwrap_or_else(known))
     })
 }
 
