@@ -3,6 +3,7 @@
 //! A server is a URL with scheme, host and port, or the path of a Unix socket. A URL has no path: the request
 //! determines the path. This file resolves no names and opens no connections.
 
+use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -383,6 +384,7 @@ fn read_servers(item: &Item, report: &mut Report, may_be_empty: bool) -> Option<
         report.problem(item.span.clone(), "`servers` is an empty list", item.fix_with(SERVERS_EXAMPLE));
     }
     let mut servers: IdVec<ServerId, Server> = IdVec::new();
+    let mut urls: HashMap<(String, u16), String> = HashMap::new();
     if let (Some((_, name)), false) = (service_record(item), may_be_empty) {
         if !is_name(name.strip_suffix('.').unwrap_or(name)) {
             let message = format!("{} is not the name of a service record (SRV)", quoted(name));
@@ -403,8 +405,8 @@ fn read_servers(item: &Item, report: &mut Report, may_be_empty: bool) -> Option<
         };
         let Some(ServerTable { url: Some(url), weight, backup }) = server else { continue };
         let Some((scheme, host, port)) = report.accept(url.span.clone(), parse_server_url(&url.text)) else { continue };
-        if let Some(other) = servers.iter().find(|other| other.host == host && other.port == port) {
-            let message = format!("{} is the same server as {}", quoted(&url.text), quoted(&other.url));
+        if let Some(other) = urls.insert((host.clone(), port), url.text.clone()) {
+            let message = format!("{} is the same server as {}", quoted(&url.text), quoted(&other));
             report.problem(url.span, message, "remove one of the two");
         }
         let priority = if backup { BACKUP_PRIORITY } else { 0 };

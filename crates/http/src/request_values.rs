@@ -136,7 +136,8 @@ fn is_look_alike(encoded: &[u8], name: &[u8]) -> bool {
 }
 
 /// The value of a cookie. Cookies are pairs `a=b; c=d` (RFC 6265, section 5.4) in one field or several (RFC 9113,
-/// section 8.2.3). Names are compared byte by byte.
+/// section 8.2.3). Names are compared byte by byte. A cookie whose name some servers take for this one counts as repeated: PHP
+/// decodes names and replaces characters, ASP.NET ignores case.
 ///
 /// Encodings that servers treat as equal are one value: white space and one pair of quotes around the value are removed,
 /// and escapes `%XX` are decoded where they are valid, as many frameworks do. A quoted value with a backslash counts as
@@ -147,7 +148,15 @@ pub fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Occurrence<'a> {
     let separators = |byte: &u8| matches!(byte, b';' | b',') || byte.is_ascii_whitespace();
     let fields = headers.get_all(header::COOKIE).into_iter();
     let pieces = fields.flat_map(|field| field.as_bytes().split(separators));
-    if pieces.filter(|piece| piece.contains(&b'=') && name_of(piece) == name.as_bytes()).nth(1).is_some() {
+    let mut named = 0;
+    for other in pieces.filter(|piece| piece.contains(&b'=')).map(name_of) {
+        if other == name.as_bytes() {
+            named += 1;
+        } else if is_look_alike(other, name.as_bytes()) || name_matches(other, name.as_bytes()) == Ok(true) {
+            return Occurrence::Repeated;
+        }
+    }
+    if named > 1 {
         return Occurrence::Repeated;
     }
     for field in headers.get_all(header::COOKIE) {
@@ -442,7 +451,7 @@ mod tests {
             &["session"],
             &["session="],
             &["session=\"\""],
-            &["Session=a"],
+            &["Session"],
             &["sessions=a"],
             &["a=session=b"],
         ] {
@@ -457,6 +466,10 @@ mod tests {
             &["session=a; session=a"],
             &["session=a", "session=b"],
             &["session; session=a"],
+            &["Session=a"],
+            &["session=a; SESSION=b"],
+            &["session=a; %73ession=b"],
+            &["session[]=a; session=b"],
         ] {
             assert_eq!(session(fields).as_deref(), Some("repeated"), "{fields:?}");
         }

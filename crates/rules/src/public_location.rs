@@ -231,6 +231,8 @@ impl PublicLocation {
             } else if let Some(path) = Some(value)
                 .filter(|value| name.eq_ignore_ascii_case("path") && value.starts_with('/'))
                 .and_then(|value| inverse.public_cookie_path(value, self))
+                // A parameter of the request may have it.
+                .filter(|path| !path.contains(';'))
             {
                 public += &format!("; Path={path}");
             } else {
@@ -248,7 +250,9 @@ impl PublicLocation {
     /// The host of the request, if a cookie can have it as its domain.
     fn domain(&self) -> Option<&str> {
         let host = UrlAuthority::parse(&self.authority, 0)?.host;
-        (host.parse::<std::net::IpAddr>().is_err()).then_some(host)
+        // RFC 3986 also allows characters that end an attribute.
+        let is_name = host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_".contains(&byte));
+        (is_name && host.parse::<std::net::IpAddr>().is_err()).then_some(host)
     }
 }
 
@@ -409,5 +413,18 @@ mod tests {
         headers.insert(header::SET_COOKIE, HeaderValue::from_static("a=b; Domain=app.internal"));
         location.replace(&inverse, &mut headers, |_| true);
         assert_eq!(["location", "set-cookie"].map(|name| headers[name].to_str().unwrap()), ["/api/a", "a=b"]);
+    }
+
+    /// Neither the host nor the path of a request can add an attribute to a cookie.
+    #[test]
+    fn a_request_adds_no_attribute() {
+        let inverse = PathInverse::new(&pattern("/t/{tenant}/{*r}"), rewrite("/{*r}").as_ref());
+        let authority = String::from("public.example;domain=example.com");
+        let params = vec![String::from("a;Domain=example.com"), String::from("x")];
+        let location = PublicLocation { origin: format!("https://{authority}"), authority, params };
+        let mut headers = HeaderMap::new();
+        headers.insert(header::SET_COOKIE, HeaderValue::from_static("a=b; Domain=app.internal; Path=/x"));
+        location.replace(&inverse, &mut headers, |authority| authority.host == "app.internal");
+        assert_eq!(headers[header::SET_COOKIE], "a=b; Path=/x");
     }
 }
