@@ -386,7 +386,7 @@ fn notes(read: &ReadCounts, replay: &Replay) -> Vec<String> {
                         Some(format!("{with} of {} lines have a duration; the others hold no slot", inputs.requests))
                     }
                     _ if !counts.has_fractions => {
-                        Some("requests in flight are an estimate, because times are whole seconds".to_owned())
+                        Some("requests in flight are an estimate, because times are whole seconds: log milliseconds, in nginx by `$msec`".to_owned())
                     }
                     _ => None,
                 }
