@@ -205,7 +205,10 @@ impl Explanation {
             let max_bytes = served.body_key_limit(resolved.actions());
             match body_bytes > max_bytes as u64 {
                 true => Err(RequestError::BodyTooLarge(max_bytes as u64)),
-                false => read_values(plan, question.body.as_bytes(), &parts.headers, max_bytes),
+                false => {
+                    let read = read_values(plan, question.body.as_bytes(), &parts.headers, max_bytes);
+                    read.map(|(values, _text)| values)
+                }
             }
         });
         resolved.attributes.body = body.as_ref().and_then(|body| body.as_ref().ok());

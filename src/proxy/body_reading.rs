@@ -2,6 +2,7 @@
 //!
 //! A body is bounded by `body_key_limit`, the time by that of every request body, and the memory of all such bodies together.
 
+use std::borrow::Cow;
 use std::future::poll_fn;
 use std::hash::BuildHasher as _;
 use std::pin::Pin;
@@ -15,7 +16,7 @@ use http::HeaderMap;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use http_body::Body as _;
 
-use super::include_usage::asking_for_usage;
+use super::include_usage::{RewrittenBody, asking_for_usage};
 use super::response_cost::joined;
 use crate::timer::Timer;
 use crate::upstream::request_body::{BufferedBody, ClientBody, RequestBody, UploadLimits};
@@ -60,35 +61,38 @@ impl BodyReading {
         let memory = MEMORY.share_of(CLIENT_HASHER.hash_one(client.of_client()));
         let body = RequestBody::new(body, || limits.at_most(max_bytes as u64));
         let mut body = read_to_end(body, memory, timeout, timer).await?;
-        let values = read_values(&plan, body.data(), headers, max_bytes)?;
-        let rewritten = set_include_usage.then(|| asking_for_usage(body.data(), &values, headers)).flatten();
-        let hides_usage = rewritten.is_some();
-        if let Some(data) = rewritten {
+        let (values, text) = read_values(&plan, body.data(), headers, max_bytes)?;
+        let rewritten = if set_include_usage { asking_for_usage(&text, &values)? } else { None };
+        let hides_usage = rewritten.as_ref().is_some_and(|rewritten| rewritten.hides_usage);
+        if let Some(RewrittenBody { data, .. }) = rewritten {
+            headers.remove(CONTENT_ENCODING);
             // A stream that is coded could not be filtered.
             headers.remove(ACCEPT_ENCODING);
             if let Some(length) = headers.get_mut(CONTENT_LENGTH) {
                 *length = data.len().into();
             }
-            body.replace_data(data);
+            if !body.replace_data(data) {
+                return Err(RequestError::BodyMemory);
+            }
         }
         Ok(ReadBody { body: ClientBody::buffered(body), values: Box::new(values), hides_usage })
     }
 }
 
-/// What rules read of a whole body.
-pub fn read_values(
+/// What rules read of a whole body, and its text without its content coding.
+pub fn read_values<'b>(
     plan: &Arc<BodyPlan>,
-    body: &[u8],
+    body: &'b [u8],
     headers: &HeaderMap,
     max_bytes: usize,
-) -> Result<BodyValues, RequestError> {
+) -> Result<(BodyValues, Cow<'b, [u8]>), RequestError> {
     if body.len() > max_bytes {
         return Err(RequestError::BodyTooLarge(max_bytes as u64));
     }
     let [content_encoding, content_type] = [CONTENT_ENCODING, CONTENT_TYPE].map(|name| joined(headers, name));
     let coding = BodyCoding { content_encoding: content_encoding.as_deref(), content_type: content_type.as_deref() };
     BodyValues::read(plan, body, coding, max_bytes).map_err(|error| match error {
-        BodyError::RepeatedMember => RequestError::BodyAmbiguous,
+        BodyError::RepeatedMember => RequestError::BodyAmbiguous("has a member twice that the limits depend on"),
         BodyError::Undecodable => RequestError::BodyCoding,
         BodyError::TooLarge => RequestError::BodyTooLarge(max_bytes as u64),
         BodyError::NoMemory => RequestError::BodyMemory,

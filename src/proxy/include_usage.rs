@@ -14,7 +14,9 @@ use serde_json::{Map, Value};
 
 use super::response::{BodyEnded, BodyObserver, Content, observe};
 use crate::upstream::response_body::{UpstreamBody, UpstreamBodyError};
+use transom_http::error::RequestError;
 use transom_rules::compiled_config::stream_members;
+use transom_usage::json_pointer::is_same_name;
 use transom_usage::request_body::BodyValues;
 use transom_usage::values::Text;
 
@@ -24,40 +26,70 @@ const USAGE: &[u8] = b"usage";
 /// The members of a chunk of usage.
 const CHUNK_MEMBERS: [&str; 9] =
     ["choices", "created", "id", "model", "object", "obfuscation", "service_tier", "system_fingerprint", "usage"];
+const STREAM: &str = "stream";
 const OPTIONS: &str = "stream_options";
+const INCLUDE_USAGE: &str = "include_usage";
 
-/// The body of a streaming request, with `include_usage`. `None`: the request has it, or is another one.
-pub fn asking_for_usage(body: &[u8], values: &BodyValues, headers: &HeaderMap) -> Option<Vec<u8>> {
-    let is_true = stream_members().map(|pointer| values.text(&pointer) == Text::Found("true"));
-    if is_true != [true, false] || headers.contains_key(CONTENT_ENCODING) {
-        return None;
+/// The body of a streaming request that asks for its usage.
+#[derive(Debug)]
+pub struct RewrittenBody {
+    pub data: Vec<u8>,
+    /// The client has not asked for the usage in any way.
+    pub hides_usage: bool,
+}
+
+/// Whether servers read a path as that of completions: some ignore its case, slashes at its end, and parameters of its segments.
+pub fn is_completion(path: &str) -> bool {
+    let segments = path.split('/').flat_map(|part| part.split("%2F"));
+    let names = segments.map(|segment| segment.split(';').next().unwrap_or_default());
+    names.filter(|name| !name.is_empty()).last().is_some_and(|last| last.eq_ignore_ascii_case("completions"))
+}
+
+/// The body of a streaming request, with `include_usage`. `None`: the request asks for its usage, or for no stream. Fails for what
+/// some servers read as a request for a stream, or for one without its usage, and others do not. `text`: of the body, without its
+/// content coding.
+pub fn asking_for_usage(text: &[u8], values: &BodyValues) -> Result<Option<RewrittenBody>, RequestError> {
+    let [stream, _] = stream_members();
+    if values.text(&stream) == Text::Absent && !values.is_container(&stream) {
+        return Ok(None);
     }
-    let members: HashMap<String, &RawValue> = serde_json::from_slice(body).ok()?;
-    // Servers may read another case of a name as the same member, and a client that asks for usage in another way wants to see it.
-    let is_other = |name: &String| name.eq_ignore_ascii_case(OPTIONS) && name != OPTIONS || name == "usage";
-    if members.get("stream").is_none_or(|value| value.get() != "true") || members.keys().any(is_other) {
-        return None;
+    let unclear = RequestError::BodyAmbiguous("asks for a stream in a form that servers read differently");
+    let members: HashMap<String, &RawValue> = serde_json::from_slice(text).map_err(|_invalid| unclear.clone())?;
+    let is_like = |known: &str, name: &String| name != known && is_same_name(known, name.as_bytes());
+    if members.keys().any(|name| is_like(STREAM, name) || is_like(OPTIONS, name)) {
+        return Err(unclear);
+    }
+    // Servers may read any other value as true.
+    if members.get(STREAM).is_none_or(|value| ["false", "0"].contains(&value.get())) {
+        return Ok(None);
     }
     let written = members.get(OPTIONS).map(|value| value.get());
     let mut options: Map<String, Value> = match written {
         None | Some("null") => Map::new(),
-        Some(written) => serde_json::from_str(written).ok()?,
+        Some(written) => serde_json::from_str(written).map_err(|_invalid| unclear.clone())?,
     };
-    options.insert("include_usage".to_owned(), true.into());
-    let options = serde_json::to_string(&options).ok()?;
+    if options.keys().any(|name| is_like(INCLUDE_USAGE, name)) {
+        return Err(unclear);
+    }
+    if options.insert(INCLUDE_USAGE.to_owned(), true.into()) == Some(true.into()) {
+        return Ok(None);
+    }
+    let options = serde_json::to_string(&options).map_err(|_invalid| unclear.clone())?;
     let (before, options, after) = match written {
         // The text of the value is a part of the body.
         Some(written) => {
-            let start = written.as_ptr().addr() - body.as_ptr().addr();
-            (&body[..start], options, &body[start + written.len()..])
+            let start = written.as_ptr().addr() - text.as_ptr().addr();
+            (&text[..start], options, &text[start + written.len()..])
         }
         // Another member follows: that of the stream.
         None => {
-            let (before, after) = body.split_at(body.iter().position(|byte| *byte == b'{')? + 1);
+            let (before, after) = text.split_at(text.iter().position(|byte| *byte == b'{').map_or(0, |at| at + 1));
             (before, format!("\"{OPTIONS}\":{options},"), after)
         }
     };
-    Some([before, options.as_bytes(), after].concat())
+    let data = [before, options.as_bytes(), after].concat();
+    // A client may ask for it in another way, too.
+    Ok(Some(RewrittenBody { data, hides_usage: !members.contains_key("usage") }))
 }
 
 /// Hides the chunk of usage in a stream of events.
@@ -184,10 +216,13 @@ mod tests {
     use super::*;
     use transom_usage::request_body::{BodyCoding, BodyPlan};
 
-    fn asking(body: &str) -> Option<String> {
+    /// The body as it is sent, and whether the usage is hidden; `None`: it is refused.
+    fn asking(body: &[u8]) -> Option<(String, bool)> {
         let plan = BodyPlan::new(stream_members().to_vec()).unwrap();
-        let values = BodyValues::read(&plan, body.as_bytes(), BodyCoding::default(), 999).unwrap();
-        asking_for_usage(body.as_bytes(), &values, &HeaderMap::new()).map(|body| String::from_utf8(body).unwrap())
+        let (values, text) = BodyValues::read(&plan, body, BodyCoding::default(), 999).unwrap();
+        let sent = asking_for_usage(&text, &values).ok()?.map(|rewritten| (rewritten.data, rewritten.hides_usage));
+        let (data, hides_usage) = sent.unwrap_or_else(|| (text.to_vec(), false));
+        Some((String::from_utf8(data).unwrap(), hides_usage))
     }
 
     #[test]
@@ -204,22 +239,64 @@ mod tests {
                 "{\"stream_options\":{\"x\":[1]},\"stream\":true}",
                 "{\"stream_options\":{\"include_usage\":true,\"x\":[1]},\"stream\":true}".to_owned(),
             ),
+            (
+                "{\"stream_options\":{\"include_usage\":\"true\"},\"stream\":true}",
+                format!("{{\"stream_options\":{set},\"stream\":true}}"),
+            ),
+            // Values that some servers read as true.
+            ("{\"stream\":1}", format!("{{\"stream_options\":{set},\"stream\":1}}")),
+            ("{\"stream\":\"true\"}", format!("{{\"stream_options\":{set},\"stream\":\"true\"}}")),
+            ("{\"stream\":[0]}", format!("{{\"stream_options\":{set},\"stream\":[0]}}")),
+            (
+                "{\"stream\":true,\"x\":\"\\ud83d\"}",
+                format!("{{\"stream_options\":{set},\"stream\":true,\"x\":\"\\ud83d\"}}"),
+            ),
+            // Without the mark.
+            ("\u{feff}{\"stream\":true}", format!("{{\"stream_options\":{set},\"stream\":true}}")),
         ] {
-            assert_eq!(asking(body).as_deref(), Some(expected.as_str()), "{body}");
+            assert_eq!(asking(body.as_bytes()), Some((expected, true)), "{body}");
+        }
+        let utf16: Vec<u8> = "{\"stream\":true}".encode_utf16().flat_map(u16::to_be_bytes).collect();
+        assert_eq!(asking(&utf16), Some((format!("{{\"stream_options\":{set},\"stream\":true}}"), true)));
+        // The client asks for it in the way of OpenRouter, too.
+        for usage in ["null", "{\"include\":true}"] {
+            let expected = format!("{{\"stream_options\":{set},\"stream\":true,\"usage\":{usage}}}");
+            assert_eq!(asking(format!("{{\"stream\":true,\"usage\":{usage}}}").as_bytes()), Some((expected, false)));
         }
         for body in [
             "{\"stream\":false}",
+            "{\"stream\":null}",
+            "{\"stream\":0}",
             "{}",
             "[]",
             "no JSON",
             "{\"stream\":true,\"stream_options\":{\"include_usage\":true}}",
-            "{\"stream\":true,\"stream_options\":7}",
-            "{\"stream\":\"true\"}",
-            "{\"STREAM\":true}",
-            "{\"stream\":true,\"Stream_Options\":{}}",
-            "{\"stream\":true,\"usage\":{\"include\":true}}",
         ] {
-            assert_eq!(asking(body), None, "{body}");
+            assert_eq!(asking(body.as_bytes()), Some((body.to_owned(), false)), "{body}");
+        }
+        for body in [
+            &b"{\"stream\":true,\"stream_options\":7}"[..],
+            b"{\"stream\":true,\"stream_options\":[]}",
+            b"{\"STREAM\":true}",
+            b"{\"stream\":true,\"Stream_Options\":{}}",
+            b"{\"stream\":true,\"Stream_Options\":null}",
+            "{\"stream\":true,\"\u{17f}tream_options\":null}".as_bytes(),
+            b"{\"stream\":true,\"stream_options\":{\"Include_usage\":true}}",
+            b"{\"stream\":true,\"x\":\"\xFF\"}",
+        ] {
+            assert_eq!(asking(body), None, "{}", String::from_utf8_lossy(body));
+        }
+    }
+
+    #[test]
+    fn servers_know_a_path_by_its_last_name() {
+        for path in
+            ["/v1/completions", "/completions/", "/a/completions;x", "/a/Completions;x/;y//", "/v1/chat%2Fcompletions"]
+        {
+            assert!(is_completion(path), "{path}");
+        }
+        for path in ["/v1/completions/7", "/v1/embeddings", "/", "/v1/completions-x", "/v1/x;completions"] {
+            assert!(!is_completion(path), "{path}");
         }
     }
 

@@ -40,21 +40,23 @@ pub struct BufferedBody {
     data: Bytes,
     trailers: Option<HeaderMap>,
     /// Held until the body is dropped.
-    _memory: MemoryShare,
+    memory: MemoryShare,
 }
 
 impl BufferedBody {
     pub fn new(data: Bytes, trailers: Option<HeaderMap>, memory: MemoryShare) -> BufferedBody {
-        BufferedBody { data, trailers, _memory: memory }
+        BufferedBody { data, trailers, memory }
     }
 
     pub fn data(&self) -> &[u8] {
         &self.data
     }
 
-    /// Replaces the data by longer ones.
-    pub fn replace_data(&mut self, data: Vec<u8>) {
+    /// Replaces the data. `false`: they take too much memory.
+    pub fn replace_data(&mut self, data: Vec<u8>) -> bool {
+        let fits = self.memory.grow_to(data.capacity());
         self.data = Bytes::from(data);
+        fits
     }
 
     fn take_frame(&mut self) -> Option<Frame<Bytes>> {

@@ -375,6 +375,50 @@ fn include_usage_is_set_and_its_chunk_hidden() {
     eventually_eq(output, 15);
 }
 
+/// Whatever the client writes, its stream states the usage, or its request is refused.
+#[test]
+fn no_spelling_of_a_stream_avoids_its_usage() {
+    let upstream = Upstream::responding(|_| reply(200, &[], b"{}"));
+    let toml = config(&upstream, &["{ usage = \"auto\", reserve = 30 }"]);
+    let gateway = Gateway::start(&(toml + "set_include_usage = true\n"));
+    let mut client = gateway.client();
+    let (path, plain) = ("/v1/chat/completions", r#"{"stream":true}"#);
+    let with_options = r#"{"stream_options":{"include_usage":true},"stream":true}"#;
+    let utf16: Vec<u8> = plain.encode_utf16().flat_map(u16::to_le_bytes).collect();
+    for (path, coding, body) in [
+        (path, "identity", plain.as_bytes()),
+        (path, "", plain.as_bytes()),
+        (path, "gzip", &gzip(plain)),
+        (path, "identity", "\u{feff}{\"stream\":true}".as_bytes()),
+        (path, "identity", &utf16),
+        ("/v1/chat/completions/", "identity", plain.as_bytes()),
+        ("/v1/chat/completions;x", "identity", plain.as_bytes()),
+    ] {
+        client.request("POST", path, &[("Content-Encoding", coding)], body).expect(200);
+        let received = upstream.received().pop().unwrap();
+        assert_eq!(String::from_utf8_lossy(&received.body), with_options, "{path} {coding}");
+        let fields = |name: &str| received.fields.iter().filter(|(known, _)| known == name).count();
+        assert_eq!((fields("content-encoding"), fields("content-length")), (0, 1));
+    }
+    let mut http2 = Http2Client::connect(gateway.http);
+    http2.request_path("POST", path, &[], plain.as_bytes()).expect(200);
+    assert_eq!(upstream.received().pop().unwrap().body, with_options.as_bytes());
+    let before = upstream.received().len();
+    for body in [
+        r#"{"stream":true,"Stream_Options":null}"#,
+        r#"{"stream":true,"stream_options":{"Include_usage":true}}"#,
+        r#"{"Stream":true}"#,
+    ] {
+        let refused = client.post(path, body).expect(400).text();
+        assert!(refused.contains("asks for a stream in a form"), "{refused}");
+    }
+    assert_eq!(upstream.received().len(), before);
+    // Others keep their coding.
+    let unchanged = gzip(r#"{"stream":false}"#);
+    client.request("POST", path, &[("Content-Encoding", "gzip")], &unchanged).expect(200);
+    assert_eq!(upstream.received().pop().unwrap().body, unchanged);
+}
+
 /// What a key has used, of a gateway whose admin address has no other name.
 fn count(gateway: &Gateway, rule: &str, key: &str) -> Value {
     let (query, host) = (json!({ "rule": rule, "key": key }).to_string(), gateway.admin.to_string());

@@ -60,7 +60,9 @@ settings! {
         /// As at the [top level](#top-level), for this route.
         body_key_limit: Option<usize> = Optional(BODY_KEY_LIMIT);
         /// Adds `stream_options.include_usage` to streaming requests of OpenAI that lack it, to paths that end with `/completions`, so
-        /// that the stream states its usage. The chunk that states it is hidden from clients that did not ask. The [body](#values-of-the-body) is read before the decision.
+        /// that the stream states its usage. The chunk that states it is hidden from clients that did not ask. A body that is changed is sent
+        /// in UTF-8 without its Content-Encoding; 400 for one that some servers read as a request for a stream and others do not. The
+        /// [body](#values-of-the-body) is read before the decision.
         set_include_usage: bool = Boolean(false);
         /// As in [`[limits]`](#limits), for this route; `0` switches the limit off.
         min_request_rate: Option<u64> = Optional(MIN_RATE);

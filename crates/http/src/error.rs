@@ -111,8 +111,8 @@ pub enum RequestError {
     BodyTooLarge(u64),
     /// Bytes beyond the limit of a rule have passed, and the rule cuts transfers.
     LimitExceeded,
-    /// The body has a member twice that rules depend on.
-    BodyAmbiguous,
+    /// Servers may read the body differently in what rules depend on.
+    BodyAmbiguous(&'static str),
     /// The content coding of the body is unknown, or its data are invalid, and rules depend on the body.
     BodyCoding,
     /// The bodies that are read before their decision, or the decoders of bodies, take too much memory.
@@ -425,9 +425,7 @@ impl fmt::Display for RequestError {
             RequestError::BodyTooLarge(max_bytes) => {
                 write!(f, "the body of the request has more than {max_bytes} bytes")
             }
-            RequestError::BodyAmbiguous => {
-                f.write_str("the body of the request has a member twice that the limits depend on")
-            }
+            RequestError::BodyAmbiguous(why) => write!(f, "the body of the request {why}"),
             RequestError::BodyCoding => f.write_str("the content coding of the request cannot be decoded"),
             RequestError::LimitExceeded => f.write_str("the transfer was cut off: it exceeds a limit of bytes"),
             RequestError::BodyMemory => f.write_str("too many bodies are being read or decoded at the moment"),

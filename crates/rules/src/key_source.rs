@@ -328,7 +328,7 @@ pub mod tests {
         with_request("10.0.0.7", &headers, &tokens(), |request| {
             let pointer = JsonPointer::parse("/model").unwrap();
             let plan = BodyPlan::new(vec![pointer]).unwrap();
-            let body = BodyValues::read(&plan, b"{\"model\":\"m\"}", BodyCoding::default(), 99).unwrap();
+            let (body, _) = BodyValues::read(&plan, b"{\"model\":\"m\"}", BodyCoding::default(), 99).unwrap();
             let request = RequestAttributes { uri: &uri, body: Some(&body), ..*request };
             let mut fed = Vec::new();
             let found =

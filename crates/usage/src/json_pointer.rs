@@ -171,11 +171,8 @@ impl PointerTree {
     #[inline]
     pub fn member(&self, node: NodeId, name: &[u8]) -> Option<NodeId> {
         let mut children = self.node(node).children.iter();
-        let is_equal = |child: &&Child| {
-            let known = child.name.as_bytes();
-            known == name
-                || self.ignores_case && (known.eq_ignore_ascii_case(name) || is_folded_equal(&child.name, name))
-        };
+        let is_equal =
+            |child: &&Child| child.name.as_bytes() == name || self.ignores_case && is_same_name(&child.name, name);
         children.find(is_equal).map(|child| child.node)
     }
 
@@ -222,6 +219,10 @@ impl NodeId {
 
 /// Whether names are equal without regard to case, as Go's decoder compares them: the long s (U+017F) is an s, and the sign of the
 /// kelvin (U+212A) a k.
+pub fn is_same_name(known: &str, name: &[u8]) -> bool {
+    known.as_bytes().eq_ignore_ascii_case(name) || is_folded_equal(known, name)
+}
+
 #[cold]
 fn is_folded_equal(known: &str, name: &[u8]) -> bool {
     let fold = |sign: char| sign.to_uppercase().flat_map(char::to_lowercase);

@@ -62,13 +62,13 @@ impl BodyPlan {
 }
 
 impl BodyValues {
-    /// Reads a whole body, which has at most `max_bytes` without its content coding.
-    pub fn read(
+    /// Reads a whole body, which has at most `max_bytes` without its content coding. Returns also the text that was read, in UTF-8.
+    pub fn read<'b>(
         plan: &Arc<BodyPlan>,
-        body: &[u8],
+        body: &'b [u8],
         coding: BodyCoding<'_>,
         max_bytes: usize,
-    ) -> Result<BodyValues, BodyError> {
+    ) -> Result<(BodyValues, Cow<'b, [u8]>), BodyError> {
         let kind = coding.kind()?;
         let decoded = decode(body, ContentDecoder::new(coding.content_encoding), max_bytes)?;
         let bytes = decoded.len();
@@ -86,7 +86,7 @@ impl BodyValues {
             values.discard();
         }
         let is_object = is_json && kind == BodyKind::Any && text.trim_ascii_start().starts_with(b"{");
-        Ok(BodyValues { plan: Arc::clone(plan), values, is_object, bytes })
+        Ok((BodyValues { plan: Arc::clone(plan), values, is_object, bytes }, text))
     }
 
     /// The text at a pointer of the plan, or the number or Boolean as text.
@@ -242,12 +242,13 @@ mod tests {
     fn read_coded(body: &[u8], coding: Option<&[u8]>) -> Result<BodyValues, BodyError> {
         let pointers = ["/model", "/params/name", "/max_tokens", "/list/1"].map(pointer);
         let coding = BodyCoding { content_encoding: coding, content_type: None };
-        BodyValues::read(&BodyPlan::new(pointers.to_vec()).unwrap(), body, coding, 1000)
+        BodyValues::read(&BodyPlan::new(pointers.to_vec()).unwrap(), body, coding, 1000).map(|(values, _)| values)
     }
 
     fn read_as(content_type: &str, body: &str) -> Result<BodyValues, BodyError> {
         let coding = BodyCoding { content_encoding: None, content_type: Some(content_type.as_bytes()) };
-        BodyValues::read(&BodyPlan::new(vec![pointer("/model")]).unwrap(), body.as_bytes(), coding, 1000)
+        let plan = BodyPlan::new(vec![pointer("/model")]).unwrap();
+        BodyValues::read(&plan, body.as_bytes(), coding, 1000).map(|(values, _)| values)
     }
 
     fn read(body: &[u8]) -> Result<BodyValues, BodyError> {
