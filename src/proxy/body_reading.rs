@@ -93,6 +93,7 @@ pub fn read_values<'b>(
     let coding = BodyCoding { content_encoding: content_encoding.as_deref(), content_type: content_type.as_deref() };
     BodyValues::read(plan, body, coding, max_bytes).map_err(|error| match error {
         BodyError::RepeatedMember => RequestError::BodyAmbiguous("has a member twice that the limits depend on"),
+        BodyError::NotJson => RequestError::BodyAmbiguous("begins as JSON, and is none or has too many levels"),
         BodyError::Undecodable => RequestError::BodyCoding,
         BodyError::TooLarge => RequestError::BodyTooLarge(max_bytes as u64),
         BodyError::NoMemory => RequestError::BodyMemory,

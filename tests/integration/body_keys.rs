@@ -102,6 +102,51 @@ fn values_of_the_body_are_keys_and_conditions() {
     http2.request_path("POST", "/a", &[], br#"{"model":1,"Model":1}"#).expect(400);
 }
 
+/// A server that reads more than JSON does not let a client skip a rule, or reserve less than it asks for.
+#[test]
+fn no_body_is_json_for_the_server_alone() {
+    let upstream = Upstream::responding(|_| reply(200, &[], b""));
+    let rules = "[rules.users]\nkey = \"json:/user\"\non_missing_key = \"skip\"\nwindows = [\"2/hour\"]\n\
+                 [rules.tokens]\nkey = \"ip\"\nwindows = [\"9000/day\"]\n\
+                 cost = { usage = \"auto\", refund_on = [], reserve = { json = \"/max_tokens\", default = 100 } }\n";
+    let route = |path: &str, rule: &str| {
+        let more = if rule == "tokens" { "set_include_usage = true\n" } else { "" };
+        format!("[[routes]]\npath = \"{path}\"\nupstream = \"u\"\nrules = [\"{rule}\"]\n{more}")
+    };
+    let routes = route("/a", "users") + &route("/v1/completions", "tokens");
+    let gateway = Gateway::start(&format!("{}{rules}{routes}", upstream.toml("u")));
+    let mut client = gateway.client();
+    client.post("/a", r#"{"user":"a"}"#).expect(200);
+    client.post("/a", r#"{"user":"a","y":[NaN,-Infinity]}"#).expect(200);
+    client.post("/a", r#"{"user":"a","y":Infinity}"#).expect(429);
+    let deep = format!("{{\"user\":\"a\",\"y\":{}{}}}", "[".repeat(300), "]".repeat(300));
+    let bodies = [
+        deep.as_str(),
+        "{\"user\":\"a\",\"y\":\"\t\"}",
+        "{\"user\":\"a\",\"y\":01}",
+        "{\"user\":\"a\",}",
+        "{\"user\":\"a\"}/**/",
+        "{\"user\":\"a\"}{}",
+        "\u{feff}{'user':'a'}",
+    ];
+    for body in bodies {
+        let error = client.post("/a", body).expect(400).text();
+        assert!(error.contains("begins as JSON, and is none"), "{error}");
+    }
+    assert_eq!(upstream.received().len(), 2);
+    // Without a user, as the configuration says.
+    ["", "user=a", "{}"].iter().for_each(|body| drop(client.post("/a", body).expect(200)));
+    let mut used = 0;
+    for (tokens, reserved) in [("300", 300), ("\"300\"", 300), ("NaN", 100)] {
+        used += reserved;
+        let response = client.post("/v1/completions", format!("{{\"max_tokens\":{tokens}}}")).expect(200);
+        assert_eq!(remaining(&response, "tokens"), 9000 - used, "{tokens}");
+    }
+    client.post("/v1/completions", r#"{"max_tokens":1e30}"#).expect(429);
+    // What only some servers read cannot be changed with certainty.
+    client.post("/v1/completions", r#"{"stream":true,"y":NaN}"#).expect(400);
+}
+
 /// Rules that need no body refuse a request before its body is read, and count as they do on a route where no body is read.
 #[test]
 fn what_is_refused_anyway_is_refused_before_its_body_is_read() {

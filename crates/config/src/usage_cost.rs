@@ -149,7 +149,7 @@ impl Kind for Factor {
 settings! {
     /// What is charged in advance.
     pub struct ReserveSettings checked by check_reserve {
-        /// JSON Pointers to numbers in the request: the tokens of output that it may use. The greatest counts.
+        /// JSON Pointers to numbers in the request, also in texts: the tokens of output that it may use. The greatest counts.
         json: Vec<JsonPointer> =
             Words { shape: "JSON Pointer", example: "[\"/max_tokens\"]", or: "", read: read_pointer };
         /// `"bytes/N"`: each N bytes of the request's body count as a token of input. Without it: 0.

@@ -13,6 +13,7 @@ const ONE: u128 = 10_u128.pow(SCALE as u32);
 impl Decimal {
     pub const ZERO: Decimal = Decimal(0);
     pub const ONE: Decimal = Decimal(ONE);
+    pub const MAX: Decimal = Decimal(u128::MAX);
 
     /// Reads a number in the notation of JSON. `None` if the text is no number, or a number that is negative, too large, or has more
     /// than 12 digits after the decimal point.
@@ -21,6 +22,14 @@ impl Decimal {
         reader.start(true);
         let is_number = text.bytes().all(|byte| reader.push(byte)) && reader.is_complete();
         is_number.then(|| reader.value()).flatten()
+    }
+
+    /// As [`Decimal::parse`], but at most [`Decimal::MAX`].
+    pub fn parse_saturating(text: &str) -> Option<Decimal> {
+        let mut reader = NumberReader::default();
+        reader.start(true);
+        let is_number = text.bytes().all(|byte| reader.push(byte)) && reader.is_complete();
+        is_number.then(|| if reader.is_too_great() { Some(Decimal::MAX) } else { reader.value() }).flatten()
     }
 
     #[must_use]
@@ -172,11 +181,25 @@ impl NumberReader {
         if self.significand == 0 {
             return Some(Decimal::ZERO);
         }
-        let exponent = i64::from(self.exponent) * if self.is_exponent_negative { -1 } else { 1 };
-        let power = exponent + i64::from(self.zeros) - i64::from(self.fraction_digits) + SCALE;
         // The last digit of the significand is not zero, so a negative power leaves a remainder.
-        let factor = 10_u128.checked_pow(u32::try_from(power).ok()?)?;
+        let factor = 10_u128.checked_pow(u32::try_from(self.power()).ok()?)?;
         self.significand.checked_mul(factor).filter(|_| !self.is_negative).map(Decimal)
+    }
+
+    /// The power of ten by which the significand is multiplied.
+    fn power(&self) -> i64 {
+        let exponent = i64::from(self.exponent) * if self.is_exponent_negative { -1 } else { 1 };
+        exponent + i64::from(self.zeros) - i64::from(self.fraction_digits) + SCALE
+    }
+
+    /// Whether a number that was read completely is greater than each [`Decimal`], or has more digits than can be told.
+    pub fn is_too_great(&self) -> bool {
+        !self.is_negative && self.value().is_none() && (self.is_overflown || self.power() >= 0)
+    }
+
+    /// Whether only a minus was read.
+    pub fn is_minus(&self) -> bool {
+        self.part == Part::Minus
     }
 }
 

@@ -69,6 +69,12 @@ struct Text {
     high_surrogate: u16,
 }
 
+/// Whether some servers may read a text as JSON: it begins as an array, an object or a comment.
+pub fn may_be_json(text: &[u8]) -> bool {
+    let start = text.iter().position(|byte| !is_blank(*byte)).unwrap_or(text.len());
+    matches!(text[start..], [b'{' | b'[', ..] | [b'/', b'/' | b'*', ..])
+}
+
 /// Whether a byte before a document says nothing: white space, and parts of a byte order mark or of wider characters.
 pub fn is_blank(byte: u8) -> bool {
     matches!(byte, b' ' | b'\t' | b'\n' | b'\r' | 0 | 0xEF | 0xBB | 0xBF | 0xFE | 0xFF)
@@ -88,6 +94,8 @@ pub struct JsonScanner {
     text: Text,
     /// Whether the elements of an array at the root are documents.
     reads_elements: bool,
+    /// Whether `NaN`, `Infinity` and `-Infinity` are values, as for some servers.
+    accepts_nan: bool,
     /// A document had more levels than are checked.
     has_unchecked: bool,
 }
@@ -105,8 +113,14 @@ impl JsonScanner {
             number: NumberReader::default(),
             text: Text::default(),
             reads_elements,
+            accepts_nan: false,
             has_unchecked: false,
         }
+    }
+
+    /// Of requests, in which some servers accept more than JSON.
+    pub fn of_requests() -> JsonScanner {
+        JsonScanner { accepts_nan: true, ..JsonScanner::new(false) }
     }
 
     /// Ends the document, and begins the next one.
@@ -142,6 +156,9 @@ impl JsonScanner {
                 State::Number => {
                     if self.number.push(byte) {
                         &after[self.number.skip_digits(after)..]
+                    } else if byte == b'I' && self.accepts_nan && self.number.is_minus() {
+                        self.start_nan(b"nfinity", tree, values);
+                        after
                     } else {
                         self.end_number(tree, values);
                         rest
@@ -234,11 +251,20 @@ impl JsonScanner {
                 values.set_text(self.texts(tree), Some(b"false"));
                 State::Literal(b"alse")
             }
+            b'N' if self.accepts_nan => return self.start_nan(b"aN", tree, values),
+            b'I' if self.accepts_nan => return self.start_nan(b"nfinity", tree, values),
             // No value at all.
             b'n' => return self.state = State::Literal(b"ull"),
             _ => return self.state = State::Malformed,
         };
         values.set(self.number_slots(tree), Value::Unreadable);
+    }
+
+    /// A number that JSON does not have. `rest`: of its name.
+    fn start_nan(&mut self, rest: &'static [u8], tree: &PointerTree, values: &mut Values) {
+        values.set_text(self.texts(tree), None);
+        values.set(self.number_slots(tree), Value::Unreadable);
+        self.state = State::Literal(rest);
     }
 
     /// Of the next or current value.
@@ -296,7 +322,8 @@ impl JsonScanner {
         }
         let slots = self.number_slots(tree);
         if !slots.is_empty() {
-            values.set(slots, self.number.value().map_or(Value::Unreadable, Value::Number));
+            let unreadable = || if self.number.is_too_great() { Value::TooGreat } else { Value::Unreadable };
+            values.set(slots, self.number.value().map_or_else(unreadable, Value::Number));
         }
         let texts = self.texts(tree);
         if !texts.is_empty() {

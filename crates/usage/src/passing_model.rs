@@ -34,7 +34,7 @@ pub struct PassingModel {
 impl Default for PassingModel {
     fn default() -> PassingModel {
         let values = Values::new(&PLAN.tree);
-        PassingModel { scanner: JsonScanner::new(false), values, first: None, is_ambiguous: false }
+        PassingModel { scanner: JsonScanner::of_requests(), values, first: None, is_ambiguous: false }
     }
 }
 
@@ -88,7 +88,7 @@ mod tests {
         let deep = format!("{{\"model\":\"a\",\"x\":{}{}}}", "[".repeat(300), "]".repeat(300));
         for (body, model) in [
             (&br#" {"messages":[{"model":"b"}],"model":"a"}"#[..], Named("a")),
-            (br#"{"MODEL":"a"}"#, Named("a")),
+            (br#"{"MODEL":"a","x":[NaN,Infinity,-Infinity]}"#, Named("a")),
             ("\u{feff}{\"model\":\"a\"}".as_bytes(), Named("a")),
             // The answer came before the end of the body.
             (br#"{"model":"a","x"#, Named("a")),

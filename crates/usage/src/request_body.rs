@@ -1,8 +1,9 @@
 //! The members of a request body that rules depend on, read from the whole body before the request is decided.
 //!
 //! What servers may read differently must not decide: of two spellings of a document, each server has to see the values that are
-//! read here. Therefore names are compared without regard to case, a repeated member is an error, documents in UTF-16 and UTF-32 are
-//! read as well, and a body is rejected that a server without its content coding or charset could read as another document.
+//! read here. Therefore names are compared without regard to case, a repeated member is an error, documents in UTF-16 and UTF-32 and
+//! the numbers `NaN` and `Infinity` are read as well, and a body is rejected that begins as JSON and is none, or that a server without
+//! its content coding or charset could read as another document.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use super::content_decoder::{ContentDecoder, DecodeError};
 use super::decimal::Decimal;
 use super::format::requested_model;
 use super::json_pointer::{JsonPointer, PointerTree, SlotId, TextId};
-use super::json_scanner::{Document, JsonScanner};
+use super::json_scanner::{Document, JsonScanner, may_be_json};
 use super::usage::RequestedModel;
 use super::values::{Text, Value, Values};
 
@@ -27,6 +28,8 @@ pub struct BodyPlan {
 pub enum BodyError {
     /// It has a member twice on the way to a pointer.
     RepeatedMember,
+    /// It begins as JSON, and is none, or has too many levels: some servers may read it all the same.
+    NotJson,
     /// Its content coding or charset is unknown, its data are invalid, or they are JSON without the coding, too.
     Undecodable,
     /// Without its content coding it exceeds the limit.
@@ -72,7 +75,7 @@ impl BodyValues {
         let kind = coding.kind()?;
         let decoded = decode(body, ContentDecoder::new(coding.content_encoding), max_bytes)?;
         let bytes = decoded.len();
-        let (mut scanner, mut values) = (JsonScanner::new(false), Values::new(&plan.tree));
+        let (mut scanner, mut values) = (JsonScanner::of_requests(), Values::new(&plan.tree));
         let text = to_utf8(decoded);
         scanner.push(&plan.tree, &mut values, &text);
         let is_complete = scanner.finish(&plan.tree, &mut values) == Document::Complete;
@@ -82,6 +85,8 @@ impl BodyValues {
         }
         if is_json {
             values.commit();
+        } else if may_be_json(&text) {
+            return Err(BodyError::NotJson);
         } else {
             values.discard();
         }
@@ -101,11 +106,17 @@ impl BodyValues {
         })
     }
 
-    /// The number at a pointer of the plan.
+    /// The number at a pointer of the plan, also in a text, as some servers read it. One that is too great is [`Decimal::MAX`].
     pub fn number(&self, pointer: &JsonPointer) -> Option<Decimal> {
-        match self.values.get(self.member(pointer)?.0) {
-            Value::Number(number) => Some(number),
-            Value::Absent | Value::Unreadable => None,
+        let (slot, text) = self.member(pointer)?;
+        match (self.values.get(slot), self.values.text(text)) {
+            (Value::Number(number), _) => Some(number),
+            (Value::TooGreat, _) => Some(Decimal::MAX),
+            (Value::Unreadable, Text::Found(text)) => {
+                let digits = text.trim().trim_start_matches('+').replace('_', "");
+                Decimal::parse_saturating(digits.trim_start_matches('0'))
+            }
+            (Value::Absent | Value::Unreadable, _) => None,
         }
     }
 
@@ -331,6 +342,21 @@ mod tests {
         assert_eq!((long(950).len(), long(1025).as_str()), (950, "?"));
         let body = r#"{"max_tokens":7.5,"params":{"name":"n"},"list":[{"model":"x"},"second"]}"#;
         assert_eq!(read(body.as_bytes()).unwrap().number(&pointer("/max_tokens")), Decimal::parse("7.5"));
+        for (value, number) in [
+            ("\" +07_00 \"", Decimal::parse("700")),
+            ("1e30", Some(Decimal::MAX)),
+            ("\"1000000000000000000000000000000\"", Some(Decimal::MAX)),
+            ("-1", None),
+            ("-1e30", None),
+            ("1e-30", None),
+            ("\"x\"", None),
+            ("Infinity", None),
+            ("true", None),
+            ("null", None),
+        ] {
+            let body = format!("{{\"max_tokens\":{value}}}");
+            assert_eq!(read(body.as_bytes()).unwrap().number(&pointer("/max_tokens")), number, "{value}");
+        }
         assert_eq!(
             ["/params/name", "/list/1", "/model"].map(|at| text(body, at)),
             [Some("n".to_owned()), Some("second".to_owned()), None]
@@ -351,7 +377,7 @@ mod tests {
         ] {
             assert_eq!(read(body.as_bytes()).err(), Some(BodyError::RepeatedMember), "{body}");
         }
-        for body in ["", "x", "{\"model\":\"a\"}x", "{\"model\":\"a\"", "{\"model\":\"a\",}", "[{\"model\":1}]"] {
+        for body in ["", "x", "/x", "model=a", "\"{}\"", "[{\"model\":1}]"] {
             let values = read(body.as_bytes()).unwrap();
             assert_eq!((values.is_object(), values.text(&pointer("/model"))), (false, Text::Absent), "{body}");
         }
@@ -409,9 +435,33 @@ mod tests {
             let values = read_as(form, json).unwrap();
             assert_eq!((values.is_object(), values.text(&pointer("/model"))), (false, Text::Found("a")), "{form}");
         }
+        // Python reads numbers that JSON does not have.
+        for value in ["NaN", "Infinity", "-Infinity"] {
+            assert_eq!(
+                text(&format!("{{\"model\":\"a\",\"x\":[{value}],\"y\":{value}}}"), "/model").as_deref(),
+                Some("a")
+            );
+            assert_eq!(text(&format!("{{\"model\":{value}}}"), "/model").as_deref(), Some("?"), "{value}");
+        }
         // Below the levels that are checked, there may be anything.
         let deep = format!("{{\"model\":\"a\",\"x\":{}/*\"*/{}}}", "[".repeat(300), "]".repeat(300));
-        assert_eq!(text(&deep, "/model"), None);
+        for body in [
+            deep.as_str(),
+            "{\"model\":\"a\"}x",
+            "{\"model\":\"a\"}{}",
+            "{\"model\":\"a\"",
+            "{\"model\":\"a\",}",
+            "{\"model\":\"\t\"}",
+            "{\"model\":01}",
+            "{'model':1}",
+            "{\"model\":\"a\"/**/}",
+            "\u{feff} // x\n{\"model\":\"a\"}",
+            "[NAN]",
+            "[-]",
+            "[-Inf]",
+        ] {
+            assert_eq!(read(body.as_bytes()).err(), Some(BodyError::NotJson), "{body}");
+        }
         let values = read(br#"{"model":["a"],"params":{"name":null},"max_tokens":{}}"#).unwrap();
         let containers = ["/model", "/params/name", "/max_tokens"].map(|at| values.is_container(&pointer(at)));
         assert_eq!(containers, [true, false, true]);

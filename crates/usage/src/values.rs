@@ -10,6 +10,8 @@ pub enum Value {
     Absent,
     /// Something else than a number, or a number that a [`Decimal`] cannot hold.
     Unreadable,
+    /// A number that is greater than a [`Decimal`] can be.
+    TooGreat,
     Number(Decimal),
 }
 
