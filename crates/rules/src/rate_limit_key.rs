@@ -98,7 +98,7 @@ impl BodyReserve {
                 self.usage.weights.cost(&usage, model)
             }
             Reserve::Learnt { default } | Reserve::Fixed(default) => {
-                let learnt = self.learnt.as_ref().and_then(|learnt| learnt.reserve(model.name()));
+                let learnt = self.learnt.as_ref().and_then(|learnt| learnt.reserve(model.name(), *default));
                 from(if learnt.is_some() { "learnt" } else { "default" });
                 learnt.unwrap_or(*default)
             }

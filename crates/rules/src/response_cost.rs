@@ -176,7 +176,7 @@ impl ResponseCostRule {
     /// Learns the cost that a complete body has stated.
     pub fn learn(&self, body: &BodyEnd<'_>, cost: u32) {
         if let Some(learnt) = self.learnt.as_ref().filter(|_| !body.is_partial()) {
-            learnt.record(body.model.name(), cost);
+            learnt.record(body.model.name(), body.reading.model(), cost);
         }
     }
 
