@@ -13,6 +13,8 @@ use crate::{Files, Translated};
 
 /// Most nodes of a document: aliases repeat what they name.
 const NODES_MAX: usize = 200_000;
+/// Bytes of texts that count as a node where an alias repeats them.
+const NODE_BYTES: usize = 64;
 const DEPTH_MAX: usize = 100;
 
 #[derive(Clone, Debug)]
@@ -371,11 +373,12 @@ impl<'t> YamlReader<'t> {
     }
 }
 
+/// What a copy of a node counts.
 fn size(node: &Node) -> usize {
     1 + match &node.content {
-        Content::Text(_) => 0,
+        Content::Text(text) => text.len() / NODE_BYTES,
         Content::List(items) => items.iter().map(size).sum(),
-        Content::Map(entries) => entries.iter().map(|entry| size(&entry.node)).sum(),
+        Content::Map(entries) => entries.iter().map(|entry| entry.key.len() / NODE_BYTES + size(&entry.node)).sum(),
     }
 }
 
@@ -454,6 +457,13 @@ mod tests {
         let nested: String = (0..90).map(|n| format!("&n{n} [")).collect();
         let nested = format!("{nested}{}{}", "1,".repeat(10_000), "]".repeat(90));
         assert!(yaml(&nested).unwrap_err().message.contains("too large"));
+        // Long texts and long keys, which aliases repeat.
+        let long = "x".repeat(100_000);
+        for anchor in [format!("\"{long}\""), format!("{{ ? {long} : 1 }}")] {
+            let repeated = |times| yaml(&format!("a: &a {anchor}\nb:\n{}", "- { url: *a }\n".repeat(times)));
+            assert!(repeated(100).is_ok());
+            assert!(repeated(200).unwrap_err().message.contains("too large"));
+        }
     }
 
     #[test]
