@@ -71,6 +71,10 @@ impl TrustedProxies {
         TrustedProxies { proxies: AddressSet::new(proxies), field, place }
     }
 
+    pub fn contains(&self, address: ClientAddress) -> bool {
+        self.proxies.contains(address)
+    }
+
     /// The field of [`ClientPlace::Field`].
     pub fn client_field(&self) -> Option<&HeaderName> {
         if let ClientPlace::Field(name) = &self.place { Some(name) } else { None }

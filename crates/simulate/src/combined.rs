@@ -75,6 +75,7 @@ pub fn read(line: &[u8], fields: &Fields, headers: &mut Vec<HeaderSpan>) -> Resu
         time_ms,
         duration_ms: None,
         client,
+        client_behind: None,
         forwarded_for,
         finds_client: false,
         client_name: client_name.unwrap_or_default(),

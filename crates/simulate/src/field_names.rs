@@ -27,6 +27,10 @@ pub enum Field {
     /// Of this gateway: milliseconds for which rules made the request wait.
     Delay,
     Client,
+    /// Of nginx: the peer of the connection, also where `$remote_addr` has been replaced by the client.
+    Connection,
+    /// Of nginx: the address in the PROXY header.
+    ProxyHeader,
     /// An address, a colon and a port, also of IPv6 without brackets.
     ClientAndPort,
     ForwardedFor,
@@ -112,13 +116,12 @@ const KNOWN_KEYS: [(&str, Field, u8); 85] = [
     ("request_time", Field::Duration(DurationUnit::Seconds), 1),
     ("client", Field::Client, 1),
     ("client_ip", Field::Client, 1),
-    // Of the PROXY header.
-    ("proxy_protocol_addr", Field::Client, 1),
+    ("proxy_protocol_addr", Field::ProxyHeader, 1),
+    ("realip_remote_addr", Field::Connection, 1),
     ("request.client_ip", Field::Client, 1),
     ("ClientHost", Field::Client, 1),
     ("ClientIP", Field::Client, 1),
     ("remote_addr", Field::Client, 2),
-    ("realip_remote_addr", Field::Client, 3),
     ("remote_ip", Field::Client, 2),
     ("remote_address", Field::Client, 2),
     ("request.remote_ip", Field::Client, 2),

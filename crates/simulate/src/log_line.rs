@@ -33,6 +33,8 @@ pub struct LogLine {
     /// Until the last byte of the response, without waits for rules.
     pub duration_ms: Option<u32>,
     pub client: ClientAddress,
+    /// The client behind it if that is a proxy, where the log does not say whether this address is only that of a balancer.
+    pub client_behind: Option<ClientAddress>,
     /// The value of `X-Forwarded-For`, if the log has it; the client is then the peer that sent it.
     pub forwarded_for: Span,
     /// Whether the log has a peer beside the client that it has found.
@@ -89,6 +91,9 @@ impl From<Malformed> for NoRequest {
     }
 }
 
+/// The largest rank of fields that name the client, not the peer.
+const NAMED_CLIENT: u8 = 1;
+
 /// The fields of a line, as they are found.
 #[derive(Default)]
 pub struct LineFields {
@@ -105,6 +110,8 @@ pub struct LineFields {
     client: Option<(u8, ClientAddress, Span)>,
     has_client: bool,
     finds_client: bool,
+    connection: Option<ClientAddress>,
+    proxy_header: Option<ClientAddress>,
     forwarded_for: Span,
     method: (u8, Span),
     target: (u8, Span),
@@ -210,6 +217,11 @@ impl LineFields {
                     }
                 }
             }
+            Field::Connection | Field::ProxyHeader => {
+                self.has_client = true;
+                let address = if field == Field::Connection { &mut self.connection } else { &mut self.proxy_header };
+                *address = parse_address(bytes);
+            }
             Field::ClientAndPort => {
                 self.has_client = true;
                 // HAProxy writes the number of its socket behind `unix:`.
@@ -261,6 +273,25 @@ impl LineFields {
         }
     }
 
+    /// Sets the client by the variables of nginx, of which `$remote_addr` is that of the client if the module realip has found
+    /// it, and otherwise that of the peer, which a PROXY header replaces. Without the address of the connection, the log does not
+    /// say which one it is, and the client may be behind that of the PROXY header.
+    fn compare_addresses_of_nginx(&mut self) -> Option<ClientAddress> {
+        let remote = self.client.map(|(_, client, _)| client);
+        let is_found = remote.zip(self.connection).is_some_and(|(remote, connection)| remote != connection);
+        self.finds_client |= is_found;
+        match self.proxy_header {
+            Some(client) if !is_found && self.client.is_none_or(|(rank, ..)| rank > NAMED_CLIENT) => {
+                self.client = Some((NAMED_CLIENT, client, Span::default()));
+                remote.filter(|_| self.connection.is_none())
+            }
+            _ => {
+                self.client = self.client.or(self.connection.map(|peer| (NAMED_CLIENT, peer, Span::default())));
+                None
+            }
+        }
+    }
+
     /// What the line says, if it is a request.
     pub fn finish(mut self, line: &[u8], headers: &[HeaderSpan]) -> Result<LogLine, NoRequest> {
         if let Some((method, target)) = self.request_line.and_then(|request| split_request(request, line)) {
@@ -271,6 +302,7 @@ impl LineFields {
         let time = self.time.map(|(_, time)| time).or(self.end).ok_or(NoRequest::Bad("it has no time"))?;
         let has_request = self.method.1.len > 0 && self.target.1.len > 0;
         let has_no_request = self.request_line.is_some() || self.has_error;
+        let client_behind = self.compare_addresses_of_nginx();
         let (_, client, list) = self.client.ok_or(match self.has_client {
             true => NoRequest::Bad("the client is not an address"),
             // S3 has lines of what it does by itself.
@@ -316,6 +348,7 @@ impl LineFields {
             duration_ms: duration_ms
                 .map(|ms| u32::try_from(ms.saturating_sub(self.delay_ms.unwrap_or(0))).unwrap_or(u32::MAX)),
             client,
+            client_behind,
             forwarded_for: if list.len > 0 { list } else { self.forwarded_for },
             finds_client: self.finds_client,
             client_name: self.client_name,

@@ -81,7 +81,7 @@ impl Pattern {
             |wanted: &[Field]| pattern.parts.iter().any(|part| part.field.is_some_and(|of| wanted.contains(&of.0)));
         let required = [
             ("time", &[Field::Time, Field::EnvoyTime, Field::EndTime][..]),
-            ("client", &[Field::Client, Field::ClientAndPort]),
+            ("client", &[Field::Client, Field::ClientAndPort, Field::ProxyHeader, Field::Connection]),
             ("method", &[Field::RequestLine, Field::Method]),
             ("path", &[Field::RequestLine, Field::Target]),
         ];

@@ -183,7 +183,11 @@ impl RequestReader {
         let proxies = self.compiled.trusted_proxies.as_ref();
         let mut buffer = Vec::new();
         let list = line.forwarded_for.decoded(text, &mut buffer);
-        let forwarded = proxies.and_then(|proxies| proxies.client_in_log(line.client, list, fields));
+        let forwarded = proxies.and_then(|proxies| {
+            let behind =
+                line.client_behind.filter(|client| proxies.contains(line.client) && !proxies.contains(*client));
+            proxies.client_in_log(line.client, list, fields).or(behind)
+        });
         Ok(LoggedRequest {
             host,
             client,
@@ -297,5 +301,81 @@ pub fn read_headers(fields: &mut HeaderMap, headers: &[HeaderSpan], text: &[u8],
         if let Ok(value) = HeaderValue::from_bytes(value.decoded(text, &mut buffer)) {
             fields.append(name.clone(), value);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::log_format::{LineReader, LogFormat};
+    use transom_limiter::key::Seed;
+    use transom_limiter::rule_set::RuleSet;
+    use transom_rules::compiled_config::LiveData;
+
+    /// The client that a gateway with these settings of `[listen]` has for a line, and whether the request came by https.
+    fn read(listen: &str, line: &str) -> Result<(String, bool), Rejected> {
+        let toml = format!(
+            "listen = {{ {listen} }}\nupstreams.u.servers = \"http://127.0.0.1:1\"\nroutes = [{{ path = \"/{{*rest}}\", \
+             upstream = \"u\" }}]"
+        );
+        let config = transom_config::read(&toml).unwrap_or_else(|problems| panic!("{toml}: {problems:?}"));
+        let compiled =
+            CompiledConfig::new(config, Seed(1, 2), RuleSet::new(&[], Seed(1, 2), None), LiveData::default());
+        let reader = RequestReader::new(Arc::new(compiled)).unwrap();
+        let format = Arc::new(LogFormat::parse("auto", reader.fields.clone()).unwrap());
+        let (mut text, mut headers, mut buffers) = (line.as_bytes().to_vec(), Vec::new(), Buffers::default());
+        let (place, parsed) = LineReader::new(format, line.as_bytes()).read(&mut text, &mut headers).unwrap();
+        let request = reader.read(&parsed.unwrap(), &text[place], &headers, &mut buffers)?;
+        Ok((request.address.to_string(), request.is_secure))
+    }
+
+    /// A line of JSON with some members.
+    fn json(members: &str) -> String {
+        format!(r#"{{"time":"2000-10-10T20:55:36Z","request":"GET / HTTP/1.1",{members}}}"#)
+    }
+
+    #[test]
+    fn the_addresses_of_nginx_are_compared() {
+        // `$remote_addr`, `$realip_remote_addr`, `$proxy_protocol_addr`; the balancer is 10.0.0.1, the proxy 192.0.2.1.
+        for (remote, connection, header, client) in [
+            ("203.0.113.7", "", "", "203.0.113.7"),
+            ("", "10.0.0.1", "", "10.0.0.1"),
+            ("", "", "203.0.113.7", "203.0.113.7"),
+            ("", "10.0.0.1", "203.0.113.7", "203.0.113.7"),
+            ("203.0.113.7", "10.0.0.1", "", "203.0.113.7"),
+            ("10.0.0.1", "10.0.0.1", "", "10.0.0.1"),
+            // Found in the PROXY header, or in a field behind it.
+            ("203.0.113.7", "10.0.0.1", "203.0.113.7", "203.0.113.7"),
+            ("203.0.113.7", "10.0.0.1", "192.0.2.1", "203.0.113.7"),
+            ("203.0.113.7", "10.0.0.1", "198.51.100.9", "203.0.113.7"),
+            ("203.0.113.7", "unix:", "192.0.2.1", "203.0.113.7"),
+            // Not found.
+            ("10.0.0.1", "10.0.0.1", "203.0.113.7", "203.0.113.7"),
+            ("10.0.0.1", "10.0.0.1", "192.0.2.1", "192.0.2.1"),
+            ("unix:", "unix:", "203.0.113.7", "203.0.113.7"),
+            // The log does not say which.
+            ("10.0.0.1", "", "203.0.113.7", "203.0.113.7"),
+            ("203.0.113.7", "", "192.0.2.1", "203.0.113.7"),
+            ("203.0.113.7", "", "198.51.100.9", "198.51.100.9"),
+            ("10.0.0.1", "", "192.0.2.1", "192.0.2.1"),
+        ] {
+            let names = ["remote_addr", "realip_remote_addr", "proxy_protocol_addr"];
+            let members = names.iter().zip([remote, connection, header]).filter(|(_, address)| !address.is_empty());
+            let mut members: Vec<_> = members.map(|(name, address)| format!("\"{name}\":\"{address}\"")).collect();
+            for _ in 0..members.len() {
+                members.rotate_left(1);
+                let line = json(&members.join(","));
+                let (found, _) = read(r#"trusted_proxies = ["10.0.0.1", "192.0.2.1"]"#, &line).unwrap();
+                assert_eq!(found, client, "{line}");
+            }
+        }
+        let behind = r#""remote_addr":"203.0.113.7","proxy_protocol_addr":"192.0.2.1""#;
+        assert_eq!(read("http = \"127.0.0.1:0\"", &json(behind)).unwrap().0, "192.0.2.1");
+        let list = format!(r#"{behind},"http_x_forwarded_for":"203.0.113.8""#);
+        assert_eq!(read(r#"trusted_proxies = "192.0.2.1""#, &json(&list)).unwrap().0, "203.0.113.8");
+        let named = format!(r#"{behind},"client":"203.0.113.9""#);
+        assert_eq!(read("http = \"127.0.0.1:0\"", &json(&named)).unwrap().0, "203.0.113.9");
     }
 }
