@@ -31,12 +31,10 @@ fn read_object<'a>(
                 }
             }
             Value::Object => read_object(fields, &node.members, line, scanner, headers)?,
-            Value::Array => {
-                let texts = scanner.array()?;
-                if let Some(field) = node.field {
-                    fields.set_array(field, texts, line, headers);
-                }
-            }
+            Value::Array => match node.field {
+                Some(field) => fields.set_array(field, line, scanner, headers)?,
+                None => scanner.skip_nested()?,
+            },
             Value::Text(text) | Value::Number(text) => {
                 if let Some(field) = node.field {
                     fields.set(field, text, line, headers);

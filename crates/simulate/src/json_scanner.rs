@@ -29,6 +29,8 @@ pub enum Escape {
     Plus,
     /// `#22`: HAProxy.
     Hash,
+    /// An array of JSON, whose texts are the lines of a field: a list.
+    Lines,
 }
 
 /// A value of a member.
@@ -43,15 +45,6 @@ pub enum Value {
     Object,
     /// The scanner is before the bracket.
     Array,
-}
-
-/// What an array has.
-#[derive(Clone, Copy, Default)]
-pub struct ArrayTexts {
-    /// The first and the last element, each if it is a text.
-    pub first: Option<Span>,
-    pub last: Option<Span>,
-    pub has_items: bool,
 }
 
 /// The line is not a JSON object.
@@ -84,6 +77,7 @@ impl Span {
             Escape::Percent => decode_hex(text, b'%', |_| true, out),
             Escape::EncodedPercent => decode_hex(text, b'%', |byte| byte == b'%', out),
             Escape::Hash => decode_hex(text, b'#', |_| true, out),
+            Escape::Lines => join_lines(text, out),
             Escape::Plus => {
                 out.clear();
                 out.extend(text.iter().map(|byte| if *byte == b'+' { b' ' } else { *byte }));
@@ -185,35 +179,28 @@ impl<'a> Scanner<'a> {
         }
     }
 
-    /// Reads the array here.
-    pub fn array(&mut self) -> Result<ArrayTexts, Malformed> {
+    /// Reads the array here, and calls `element` with each element: `None` if it is no text. Returns the array.
+    pub fn array(&mut self, element: &mut impl FnMut(Option<Span>)) -> Result<Span, Malformed> {
         self.expect(b'[')?;
-        let mut found = ArrayTexts::default();
-        if self.next_byte()? == b']' {
-            self.at += 1;
-            return Ok(found);
-        }
-        loop {
-            found.last = match self.value()? {
+        let start = self.at - 1;
+        let mut is_at_end = self.next_byte()? == b']';
+        while !is_at_end {
+            element(match self.value()? {
                 Value::Text(text) => Some(text),
                 Value::Object | Value::Array => {
                     self.skip_nested()?;
                     None
                 }
                 _ => None,
-            };
-            if !found.has_items {
-                (found.first, found.has_items) = (found.last, true);
-            }
+            });
             match self.next_byte()? {
                 b',' => self.at += 1,
-                b']' => {
-                    self.at += 1;
-                    return Ok(found);
-                }
+                b']' => is_at_end = true,
                 _ => return Err(Malformed),
             }
         }
+        self.at += 1;
+        Ok(self.span(start, self.at, false))
     }
 
     /// Whether nothing but white space is left.
@@ -295,6 +282,20 @@ fn zero_bytes(word: u64) -> u64 {
     word.wrapping_sub(BYTES) & !word & (BYTES << 7)
 }
 
+/// The texts of an array as one list (RFC 9110, section 5.3).
+fn join_lines<'b>(array: &[u8], out: &'b mut Vec<u8>) -> &'b [u8] {
+    out.clear();
+    let mut buffer = Vec::new();
+    // The array was read before.
+    let _ = Scanner::new(array).array(&mut |text| {
+        if !out.is_empty() {
+            out.extend_from_slice(b", ");
+        }
+        out.extend_from_slice(text.unwrap_or_default().decoded(array, &mut buffer));
+    });
+    out
+}
+
 /// Decodes a sign with two hexadecimal digits behind it, where it stands for a byte that `is_encoded`.
 fn decode_hex<'b>(text: &[u8], sign: u8, is_encoded: impl Fn(u8) -> bool, out: &'b mut Vec<u8>) -> &'b [u8] {
     out.clear();
@@ -372,8 +373,9 @@ mod tests {
             let value = match scanner.value()? {
                 Value::Text(span) | Value::Number(span) => text(span),
                 Value::Array => {
-                    let ArrayTexts { first, last, .. } = scanner.array()?;
-                    format!("{:?} {:?}", first.map(text), last.map(text))
+                    let mut texts = Vec::new();
+                    let array = scanner.array(&mut |element| texts.push(element.map(text)))?;
+                    format!("{texts:?} {}", String::from_utf8_lossy(array.of(line.as_bytes())))
                 }
                 Value::Object => {
                     scanner.skip_nested()?;
@@ -389,7 +391,7 @@ mod tests {
 
     #[test]
     fn values_are_found() {
-        let line = r#" {"a":"x\"y\u00e9\ud83d\ude00\/", "b" : -1.5e3,"c":{"d":["}",{}]},"e":["f","g"],"h":[],"i":null,"j":true} "#;
+        let line = r#" {"a":"x\"y\u00e9\ud83d\ude00\/", "b" : -1.5e3,"c":{"d":["}",{}]},"e":["f", 1 ,"g" ],"h":[],"i":null,"j":true} "#;
         let found = members(line).unwrap();
         let found: Vec<(&str, &str)> = found.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
         assert_eq!(
@@ -398,8 +400,8 @@ mod tests {
                 ("a", "x\"yé😀/"),
                 ("b", "-1.5e3"),
                 ("c", "{}"),
-                ("e", "Some(\"f\") Some(\"g\")"),
-                ("h", "None None"),
+                ("e", "[Some(\"f\"), None, Some(\"g\")] [\"f\", 1 ,\"g\" ]"),
+                ("h", "[] []"),
                 ("i", "Null"),
                 ("j", "Bool(true)")
             ]
@@ -436,6 +438,7 @@ mod tests {
             (Escape::EncodedPercent, "/a%2520b%20c%25", "/a%20b%20c%"),
             (Escape::Hash, "a#22b#zz#", "a\"b#zz#"),
             (Escape::Plus, "a+b", "a b"),
+            (Escape::Lines, r#"["a, b" , "c\"d"]"#, r#"a, b, c"d"#),
         ] {
             let span = Span { at: 0, len: text.len() as u32, escape };
             assert_eq!(span.decoded(text.as_bytes(), &mut Vec::new()), expected.as_bytes(), "{escape:?}");

@@ -343,9 +343,9 @@ mod tests {
             ),
             // Caddy, with lines of the client and of the proxy; Traefik; nginx behind PROXY headers.
             (
-                r#"{"ts":971211336,"request":{"remote_ip":"10.0.0.1","client_ip":"10.0.0.1","method":"GET","host":"h","uri":"/","headers":{"X-Forwarded-For":["8.8.8.8","203.0.113.7"]}},"duration":0,"status":200}"#.to_owned(),
+                r#"{"ts":971211336,"request":{"remote_ip":"10.0.0.1","client_ip":"10.0.0.1","method":"GET","host":"h","uri":"/","headers":{"X-Forwarded-For":["8.8.8.8, \"x\"","203.0.113.7", "10.0.0.9"]}},"duration":0,"status":200}"#.to_owned(),
                 "10.0.0.1",
-                "203.0.113.7",
+                "8.8.8.8, \"x\", 203.0.113.7, 10.0.0.9",
                 "",
             ),
             (
@@ -368,9 +368,11 @@ mod tests {
             ),
         ] {
             let parsed = parse_line(&format, &line, &mut Vec::new()).unwrap();
-            let text = |span: Span| std::str::from_utf8(span.of(line.as_bytes())).unwrap();
+            let text = |span: Span| {
+                String::from_utf8(span.decoded(line.as_bytes(), &mut Vec::new()).to_vec()).unwrap()
+            };
             let found = (parsed.client.to_string(), text(parsed.forwarded_for), text(parsed.client_name));
-            assert_eq!((found.0.as_str(), found.1, found.2), (client, list, user), "{line}");
+            assert_eq!((found.0.as_str(), found.1.as_str(), found.2.as_str()), (client, list, user), "{line}");
         }
     }
 

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use memchr::{memchr, memrchr};
 
 use super::field_names::{DurationUnit, Field};
-use super::json_scanner::{ArrayTexts, Escape, Malformed, Scanner, Span, Value};
+use super::json_scanner::{Escape, Malformed, Scanner, Span, Value};
 use super::timestamp;
 use transom_http::client_address::ClientAddress;
 use transom_usage::decimal::Decimal;
@@ -146,30 +146,40 @@ impl LineFields {
         }
     }
 
-    /// Notes an array.
-    pub fn set_array(
+    /// Notes the array that the scanner is before. Those of header fields have an element for each line.
+    pub fn set_array<'a>(
         &mut self,
         (field, rank): (Field, u8),
-        texts: ArrayTexts,
-        line: &[u8],
+        line: &'a [u8],
+        scanner: &mut Scanner<'a>,
         headers: &mut Vec<HeaderSpan>,
-    ) {
-        let ArrayTexts { first, last, has_items } = texts;
-        match (field, first) {
-            (Field::RefusedBy, _) => self.has_refused_by |= has_items,
-            (Field::Header(_), Some(text)) => self.set((field, rank), text, line, headers),
-            // Proxies add a line behind those of the client.
-            (Field::ForwardedFor, _) => {
-                if let Some(text) = last {
-                    self.set((field, rank), text, line, headers);
+    ) -> Result<(), Malformed> {
+        let header = match field {
+            Field::Header(position) | Field::ForwardedForHeader(position) => Some(position),
+            _ => None,
+        };
+        let header = header.filter(|position| !self.has_header(*position, headers));
+        let (mut elements, mut last) = (0, None);
+        let array = scanner.array(&mut |text| {
+            elements += 1;
+            last = text;
+            headers.extend(header.zip(text.filter(|text| is_value(text.of(line)))));
+        })?;
+        match field {
+            Field::RefusedBy => self.has_refused_by |= elements > 0,
+            Field::ForwardedFor | Field::ForwardedForHeader(_) => {
+                let lines = if elements > 1 { Some(Span { escape: Escape::Lines, ..array }) } else { last };
+                if let Some(lines) = lines {
+                    self.set((Field::ForwardedFor, rank), lines, line, headers);
                 }
-            }
-            (Field::ForwardedForHeader(position), _) => {
-                self.set_array((Field::ForwardedFor, rank), texts, line, headers);
-                self.set_array((Field::Header(position), rank), texts, line, headers);
             }
             _ => {}
         }
+        Ok(())
+    }
+
+    fn has_header(&self, position: u16, headers: &[HeaderSpan]) -> bool {
+        headers[self.first_header..].iter().any(|(known, _)| *known == position)
     }
 
     /// Notes a null: a line of this gateway has it without a route.
@@ -229,10 +239,8 @@ impl LineFields {
                 let end = if is_unix { 5 } else { memrchr(b':', bytes).unwrap_or(bytes.len()) };
                 self.client = parse_address(&bytes[..end]).map(|client| (rank, client, Span::default()));
             }
-            Field::ForwardedFor => {
-                let is_list = is_address_list(text.decoded(line, &mut Vec::new()));
-                self.forwarded_for = Some(text).filter(|_| is_list).unwrap_or_default();
-            }
+            Field::ForwardedFor if is_value(bytes) => self.forwarded_for = text,
+            Field::ForwardedFor => {}
             Field::ForwardedForHeader(position) => {
                 self.set((Field::ForwardedFor, rank), text, line, headers);
                 self.set((Field::Header(position), rank), text, line, headers);
@@ -256,9 +264,8 @@ impl LineFields {
                     self.status = parse_status(bytes).map(|status| (rank, status)).or(self.status);
                 }
             }
-            // Caddy replaces secrets by this word.
-            Field::Header(position) if !matches!(bytes, b"" | b"-" | b"REDACTED") => {
-                if !headers[self.first_header..].iter().any(|(known, _)| *known == position) {
+            Field::Header(position) if is_value(bytes) => {
+                if !self.has_header(position, headers) {
                     headers.push((position, text));
                 }
             }
@@ -368,6 +375,11 @@ impl LineFields {
     }
 }
 
+/// Whether a field of the request or of the response has this value. Caddy replaces secrets by a word.
+fn is_value(text: &[u8]) -> bool {
+    !matches!(text, b"" | b"-" | b"REDACTED")
+}
+
 fn number<T: FromStr>(text: &[u8]) -> Option<T> {
     std::str::from_utf8(text).ok()?.parse().ok()
 }
@@ -407,6 +419,7 @@ pub fn escaped(span: Span, escape: Escape, line: &[u8]) -> Span {
         Escape::Percent | Escape::EncodedPercent => b'%',
         Escape::Plus => b'+',
         Escape::Hash => b'#',
+        Escape::Lines => b'[',
     };
     Span { escape: if memchr(sign, span.of(line)).is_some() { escape } else { Escape::None }, ..span }
 }

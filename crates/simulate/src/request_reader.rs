@@ -375,6 +375,9 @@ mod tests {
         assert_eq!(read("http = \"127.0.0.1:0\"", &json(behind)).unwrap().0, "192.0.2.1");
         let list = format!(r#"{behind},"http_x_forwarded_for":"203.0.113.8""#);
         assert_eq!(read(r#"trusted_proxies = "192.0.2.1""#, &json(&list)).unwrap().0, "203.0.113.8");
+        let lines =
+            r#""remote_addr":"10.0.0.1","request":{"headers":{"X-Forwarded-For":["<x>", "203.0.113.7", "192.0.2.1"]}}"#;
+        assert_eq!(read(r#"trusted_proxies = ["10.0.0.1", "192.0.2.1"]"#, &json(lines)).unwrap().0, "203.0.113.7");
         let named = format!(r#"{behind},"client":"203.0.113.9""#);
         assert_eq!(read("http = \"127.0.0.1:0\"", &json(&named)).unwrap().0, "203.0.113.9");
     }
