@@ -81,6 +81,7 @@ pub fn read(line: &[u8], fields: &Fields, headers: &mut Vec<HeaderSpan>) -> Resu
         client_name: client_name.unwrap_or_default(),
         method,
         target,
+        is_url: false,
         query: Span::default(),
         host,
         secure: None,

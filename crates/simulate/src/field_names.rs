@@ -38,6 +38,8 @@ pub enum Field {
     ForwardedForHeader(u16),
     Method,
     Target,
+    /// A path, or a URL that the program behind the log has made.
+    Url,
     Query,
     /// Method, target and protocol.
     RequestLine,
@@ -45,6 +47,8 @@ pub enum Field {
     Scheme,
     /// Of HAProxy: a frontend, with `~` if the connection has TLS.
     Frontend,
+    /// Of ELB, which writes the URL of its listener where others have the target that they received.
+    Balancer,
     /// The port of the server, which may say the scheme.
     ServerPort,
     Status,
@@ -84,7 +88,7 @@ pub const NAMES: [(&str, Field); 14] = [
     ("client", Field::Client),
     ("client_name", Field::ClientName),
     ("method", Field::Method),
-    ("path", Field::Target),
+    ("path", Field::Url),
     ("query", Field::Query),
     ("request", Field::RequestLine),
     ("host", Field::Host),
@@ -148,15 +152,15 @@ const KNOWN_KEYS: [(&str, Field, u8); 85] = [
     ("ClientRequestMethod", Field::Method, 1),
     ("http_method", Field::Method, 2),
     ("verb", Field::Method, 2),
-    ("uri", Field::Target, 1),
+    ("uri", Field::Url, 1),
     ("request_uri", Field::Target, 1),
     ("request.uri", Field::Target, 1),
     ("RequestPath", Field::Target, 1),
     ("ClientRequestURI", Field::Target, 1),
     ("ClientRequestPath", Field::Target, 2),
-    ("path", Field::Target, 2),
-    ("request_path", Field::Target, 2),
-    ("url", Field::Target, 3),
+    ("path", Field::Url, 2),
+    ("request_path", Field::Url, 2),
+    ("url", Field::Url, 3),
     ("query", Field::Query, 1),
     ("args", Field::Query, 1),
     ("query_string", Field::Query, 1),
@@ -197,13 +201,14 @@ const COST_KEYS: [(&str, Field); 6] = [
 ];
 
 /// Names of variables in the formats of `formats.rs`, beside those of nginx.
-const VARIABLES: [(&str, Field, u8); 12] = [
+const VARIABLES: [(&str, Field, u8); 13] = [
     ("start", Field::Time, 1),
     ("end", Field::Finished, 1),
     ("client_port", Field::ClientAndPort, 1),
     ("client_list", Field::Client, 1),
     ("peer", Field::Client, 2),
     ("ms", Field::Duration(DurationUnit::Milliseconds), 1),
+    ("elb", Field::Balancer, 1),
     // This gateway names the client where others name the user.
     ("user", Field::ClientName, 1),
     ("remote_user", Field::ClientName, 1),

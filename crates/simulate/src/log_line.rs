@@ -44,6 +44,8 @@ pub struct LogLine {
     pub method: Span,
     /// As in the request line: a path, with a query if the log has one.
     pub target: Span,
+    /// Whether a target with scheme and host is not what the client sent.
+    pub is_url: bool,
     /// A query that the log has apart from the target.
     pub query: Span,
     /// Empty if the log does not say.
@@ -115,6 +117,7 @@ pub struct LineFields {
     forwarded_for: Span,
     method: (u8, Span),
     target: (u8, Span),
+    is_url: bool,
     query: Span,
     request_line: Option<Span>,
     host: (u8, Span),
@@ -246,7 +249,13 @@ impl LineFields {
                 self.set((Field::Header(position), rank), text, line, headers);
             }
             Field::Method => replace(&mut self.method),
-            Field::Target => replace(&mut self.target),
+            Field::Target | Field::Url => {
+                replace(&mut self.target);
+                if self.target.1 == text {
+                    self.is_url = field == Field::Url;
+                }
+            }
+            Field::Balancer => self.is_url = true,
             Field::Query => self.query = text,
             Field::RequestLine => self.request_line = Some(text),
             Field::Host => replace(&mut self.host),
@@ -361,6 +370,7 @@ impl LineFields {
             client_name: self.client_name,
             method: self.method.1,
             target: self.target.1,
+            is_url: self.is_url,
             query: self.query,
             host: self.host.1,
             secure: self.secure,

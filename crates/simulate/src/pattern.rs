@@ -55,7 +55,7 @@ impl Pattern {
             let field = names.of_variable(name);
             if let Some(last) = pattern.parts.last()
                 && last.end.is_empty()
-                && !matches!(field, Some((Field::Target, _)))
+                && !matches!(field, Some((Field::Target | Field::Url, _)))
             {
                 return Err(format!("nothing is between `${name}` and the variable before it"));
             }
@@ -83,7 +83,7 @@ impl Pattern {
             ("time", &[Field::Time, Field::EnvoyTime, Field::EndTime][..]),
             ("client", &[Field::Client, Field::ClientAndPort, Field::ProxyHeader, Field::Connection]),
             ("method", &[Field::RequestLine, Field::Method]),
-            ("path", &[Field::RequestLine, Field::Target]),
+            ("path", &[Field::RequestLine, Field::Target, Field::Url]),
         ];
         match required.iter().find(|(_, fields)| !has(fields)) {
             Some((name, _)) => Err(format!("it has no variable for the {name} of a request")),

@@ -129,6 +129,13 @@ impl RequestReader {
         self.clients.as_ref().is_some_and(|clients| clients.client_of_network(address).is_some())
     }
 
+    /// Whether requests can come with this scheme.
+    fn serves(&self, is_secure: bool) -> bool {
+        let listen = &self.compiled.config.listen;
+        let has_listener = if is_secure { !listen.https.is_empty() } else { !listen.http.is_empty() };
+        has_listener || !listen.forward_auth.is_empty()
+    }
+
     /// Ends the limits of clients that have reached their end.
     pub fn end_limits(&mut self, now_ms: u64) {
         if let Some(clients) = &mut self.clients
@@ -159,10 +166,21 @@ impl RequestReader {
         let method = method.filter(|method| method != Method::TRACE && is_valid_method(method.as_str()));
         let method = method.ok_or(Rejected)?;
         let target = std::str::from_utf8(line.target.decoded(text, target)).map_err(|_error| Rejected)?;
+        let proxies = self.compiled.trusted_proxies.as_ref();
         let (origin, path_and_query) = split_target(target);
-        let secure = line.secure.or(origin.map(|(is_secure, _)| is_secure));
+        // The gateway refuses another scheme than that of the connection, or of the client behind a trusted proxy.
+        let is_accepted = |origin: Origin<'_>| {
+            let is_of_connection =
+                line.secure.map_or_else(|| self.serves(origin.is_secure), |is| is == origin.is_secure);
+            let is_trusted = || proxies.is_some_and(|proxies| proxies.contains(line.client));
+            origin.is_http && (is_of_connection || is_trusted())
+        };
+        if !line.is_url && origin.is_some_and(|origin| !is_accepted(origin)) {
+            return Err(Rejected);
+        }
+        let secure = line.secure.or(origin.map(|origin| origin.is_secure));
         let host = match origin {
-            Some((_, authority)) => Some(authority),
+            Some(origin) => Some(origin.authority),
             None => std::str::from_utf8(line.host.decoded(text, host)).ok(),
         };
         let host = host.and_then(|host| if matches!(host, "" | "-") { Some("".into()) } else { normalized_host(host) });
@@ -180,7 +198,6 @@ impl RequestReader {
         let (Some(host), Ok(path), Some(uri)) = (host, path, uri) else { return Err(Rejected) };
         read_headers(fields, headers, text, &self.fields.request, 0);
         let client = self.named_client(line, text, client_name, fields);
-        let proxies = self.compiled.trusted_proxies.as_ref();
         let mut buffer = Vec::new();
         let list = line.forwarded_for.decoded(text, &mut buffer);
         let forwarded = proxies.and_then(|proxies| {
@@ -275,16 +292,29 @@ fn key_parts(config: &Config) -> impl Iterator<Item = &KeyPart> {
     config.rules.iter().flat_map(|rule| &rule.key).chain(clients).chain(denied_parts(config))
 }
 
-/// Whether the scheme of an absolute target is secure, its authority, and the path with its query.
-fn split_target(target: &str) -> (Option<(bool, &str)>, &str) {
+/// What a target in absolute form has before its path.
+#[derive(Clone, Copy)]
+struct Origin<'a> {
+    is_secure: bool,
+    /// Whether the scheme is `http` or `https`.
+    is_http: bool,
+    authority: &'a str,
+}
+
+/// The origin of an absolute target, and the path with its query.
+fn split_target(target: &str) -> (Option<Origin<'_>>, &str) {
     if target.starts_with('/') {
         return (None, target);
     }
-    let schemes = [("http://", false), ("https://", true), ("ws://", false), ("wss://", true)];
-    let absolute = schemes.iter().find_map(|(scheme, is_secure)| Some((*is_secure, target.strip_prefix(scheme)?)));
-    absolute.map_or((None, target), |(is_secure, rest)| {
+    let schemes =
+        [("http://", false, true), ("https://", true, true), ("ws://", false, false), ("wss://", true, false)];
+    let absolute = schemes
+        .iter()
+        .find_map(|(scheme, is_secure, is_http)| Some((*is_secure, *is_http, target.strip_prefix(scheme)?)));
+    absolute.map_or((None, target), |(is_secure, is_http, rest)| {
         let end = rest.find(['/', '?']).unwrap_or(rest.len());
-        (Some((is_secure, &rest[..end])), if end == rest.len() { "/" } else { &rest[end..] })
+        let path = if end == rest.len() { "/" } else { &rest[end..] };
+        (Some(Origin { is_secure, is_http, authority: &rest[..end] }), path)
     })
 }
 
@@ -334,6 +364,51 @@ mod tests {
     /// A line of JSON with some members.
     fn json(members: &str) -> String {
         format!(r#"{{"time":"2000-10-10T20:55:36Z","request":"GET / HTTP/1.1",{members}}}"#)
+    }
+
+    #[test]
+    fn a_target_of_another_scheme_is_refused() {
+        const HTTP: &str = "http = \"127.0.0.1:0\"";
+        let https = "https = { address = \"127.0.0.1:0\", acme = { domains = [\"h.example\"], storage = \"/a\", email = \"a@h.example\" } }";
+        let both = &format!("{HTTP}, {https}");
+        let trusting = &format!("{HTTP}, trusted_proxies = \"10.0.0.1\"");
+        let combined = |url: &str| format!(r#"10.0.0.1 - - [10/Oct/2000:20:55:36 +0000] "GET {url} HTTP/1.1" 200 1"#);
+        let logged = |url: &str, scheme: &str| {
+            json(&format!(r#""client":"10.0.0.1","scheme":"{scheme}""#)).replace("GET /", &format!("GET {url}"))
+        };
+        let elb = |url: &str| {
+            format!(
+                r#"2000-10-10T20:55:36.000000Z lb 10.0.0.1:41000 - 0 0 0 200 200 0 29 "GET {url} HTTP/1.1" "-" - -"#
+            )
+        };
+        let named = |url: &str| {
+            format!(r#"{{"time":"2000-10-10T20:55:36Z","client":"10.0.0.1","method":"GET","url":"{url}"}}"#)
+        };
+        for (listen, line, is_secure) in [
+            (HTTP, combined("/"), Some(false)),
+            (HTTP, combined("http://h/"), Some(false)),
+            (HTTP, combined("https://h/"), None),
+            (HTTP, combined("ws://h/"), None),
+            (https, combined("http://h/"), None),
+            (https, combined("https://h/"), Some(true)),
+            (both, combined("/"), Some(true)),
+            // Otherwise the gateway would refuse it.
+            (both, combined("http://h/"), Some(false)),
+            (both, combined("https://h/"), Some(true)),
+            (both, logged("http://h/", "http"), Some(false)),
+            (both, logged("http://h/", "https"), None),
+            (trusting, logged("http://h/", "https"), Some(true)),
+            (trusting, combined("https://h/"), Some(true)),
+            (trusting, combined("wss://h/"), None),
+            // These logs write URLs.
+            (HTTP, elb("https://h:443/"), Some(true)),
+            (HTTP, elb("wss://h:443/"), Some(true)),
+            (HTTP, named("https://h/a"), Some(true)),
+            (https, named("http://h/a"), Some(false)),
+        ] {
+            let found = read(listen, &line).ok().map(|(_, is_secure)| is_secure);
+            assert_eq!(found, is_secure, "{listen}: {line}");
+        }
     }
 
     #[test]
