@@ -92,16 +92,30 @@ impl TrustedProxies {
         }
     }
 
-    /// The client behind `peer`, by the value of one `X-Forwarded-For`, which may be empty, and the other fields; `None` if the peer
-    /// is no trusted proxy, or neither names a client.
-    pub fn client_in_log(&self, peer: ClientAddress, list: &[u8], headers: &HeaderMap) -> Option<ClientAddress> {
+    /// The client behind `peer`, by the value of one `X-Forwarded-For`, which may be empty, and the other fields, with its
+    /// scheme if they have it; `None` if the peer is no trusted proxy, or neither names a client.
+    pub fn client_in_log(
+        &self,
+        peer: ClientAddress,
+        list: &[u8],
+        headers: &HeaderMap,
+    ) -> Option<(ClientAddress, Option<bool>)> {
         if !self.proxies.contains(peer) {
             return None;
         }
         match self.client_field() {
-            Some(name) if headers.contains_key(name) => Some(address_in_field(headers, name).unwrap_or(peer)),
-            _ => (!list.is_empty()).then(|| self.client_in_list(peer, addresses_from_the_end(list)).0),
+            Some(name) if headers.contains_key(name) => Some((address_in_field(headers, name).unwrap_or(peer), None)),
+            None if self.reads_forwarded() && headers.contains_key(header::FORWARDED) => {
+                let (address, _, is_secure) = self.client_in_forwarded(peer, headers);
+                Some((address, is_secure))
+            }
+            _ => (!list.is_empty()).then(|| (self.client_in_list(peer, addresses_from_the_end(list)).0, None)),
         }
+    }
+
+    /// Whether the client is read from `Forwarded`.
+    pub fn reads_forwarded(&self) -> bool {
+        self.field == ForwardedField::Forwarded
     }
 
     /// The client of a request that arrived on a connection from `peer`.
@@ -162,7 +176,14 @@ impl TrustedProxies {
 
     /// As [`TrustedProxies::client_from_x_forwarded_for`] for `Forwarded`, whose elements also have the scheme.
     fn client_from_forwarded(&self, peer: ClientAddress, is_secure: bool, headers: &HeaderMap) -> ClientInfo {
-        let mut client = ClientInfo { trusted_header: Some(self.field), ..ClientInfo::of_peer(peer, is_secure) };
+        let (address, hops, named) = self.client_in_forwarded(peer, headers);
+        let (is_secure, trusted_header) = (named.unwrap_or(is_secure), Some(self.field));
+        ClientInfo { address, is_secure, hops, trusted_header, is_from_field: false }
+    }
+
+    /// The client in `Forwarded`, the number of elements up to there, and the scheme of the last of them that has one.
+    fn client_in_forwarded(&self, peer: ClientAddress, headers: &HeaderMap) -> (ClientAddress, usize, Option<bool>) {
+        let mut client = (peer, 0, None);
         let place = if let ClientPlace::Hop(hops) = self.place { Some(hops) } else { None };
         let mut seen = 0;
         for line in headers.get_all(header::FORWARDED).iter().rev() {
@@ -174,10 +195,8 @@ impl TrustedProxies {
                 }
                 let hop = if seen <= HOPS_MAX { parse_element(element) } else { None };
                 let Some(hop) = hop else { return client };
-                client.address = hop.address.into();
-                client.hops = seen;
-                client.is_secure = hop.is_secure.unwrap_or(client.is_secure);
-                if place.is_some() || !self.proxies.contains(client.address) {
+                client = (hop.address.into(), seen, hop.is_secure.or(client.2));
+                if place.is_some() || !self.proxies.contains(client.0) {
                     return client;
                 }
             }

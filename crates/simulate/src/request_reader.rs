@@ -12,6 +12,7 @@ use transom_config::Config;
 use transom_config::key_kind::{BEARER, HEADER, KeyKind, Logged};
 use transom_http::client_address::ClientAddress;
 use transom_http::error::RequestError;
+use transom_http::forwarded::TrustedProxies;
 use transom_http::path_normalize::{self, encode_query};
 use transom_http::request_validation::{is_valid_method, normalized_host};
 use transom_jwt::cache::TokenCache;
@@ -93,6 +94,9 @@ impl RequestReader {
         }
         if reads(Logged::Cookie) {
             request.push(header::COOKIE);
+        }
+        if compiled.trusted_proxies.as_ref().is_some_and(TrustedProxies::reads_forwarded) {
+            request.push(header::FORWARDED);
         }
         let reads_query = reads(Logged::Query) || config.routes.iter().any(|route| !route.query.is_empty());
         request.sort_by(|a, b| a.as_str().cmp(b.as_str()));
@@ -203,15 +207,16 @@ impl RequestReader {
         let forwarded = proxies.and_then(|proxies| {
             let behind =
                 line.client_behind.filter(|client| proxies.contains(line.client) && !proxies.contains(*client));
-            proxies.client_in_log(line.client, list, fields).or(behind)
+            proxies.client_in_log(line.client, list, fields).or(behind.map(|client| (client, None)))
         });
+        let secure = forwarded.and_then(|(_, is_secure)| is_secure).or(secure);
         Ok(LoggedRequest {
             host,
             client,
             is_unauthorized: line.is_unauthorized,
             is_of_no_client: self.names_clients && line.client_name.len == 0,
             ignores_forwarded: line.forwarded_for.len > 0 && forwarded.is_none() && !line.finds_client,
-            address: forwarded.unwrap_or(line.client),
+            address: forwarded.map_or(line.client, |(client, _)| client),
             method,
             path,
             uri,
@@ -364,6 +369,40 @@ mod tests {
     /// A line of JSON with some members.
     fn json(members: &str) -> String {
         format!(r#"{{"time":"2000-10-10T20:55:36Z","request":"GET / HTTP/1.1",{members}}}"#)
+    }
+
+    #[test]
+    fn the_field_that_is_configured_names_the_client() {
+        const FORWARDED: &str = r#"trusted_proxies = "10.0.0.1", forwarded = "forwarded""#;
+        let list = r#""client":"10.0.0.1","http_x_forwarded_for":"203.0.113.8","#;
+        for (listen, members, client) in [
+            (FORWARDED, r#""http_forwarded":"for=8.8.8.8, for=203.0.113.7;proto=https""#, ("203.0.113.7", true)),
+            (FORWARDED, r#""request_Forwarded":"proto=http;for=\"203.0.113.7:80\"""#, ("203.0.113.7", false)),
+            // The client cannot hide the line of the proxy, and writes no address of its own.
+            (
+                FORWARDED,
+                r#""request":{"headers":{"Forwarded":["for=\"","for=203.0.113.7;proto=https"]}}"#,
+                ("203.0.113.7", true),
+            ),
+            (FORWARDED, r#""http_forwarded":"for=unknown""#, ("10.0.0.1", false)),
+            (FORWARDED, r#""scheme":"http","http_forwarded":"for=203.0.113.7;proto=https""#, ("203.0.113.7", true)),
+            // Not logged.
+            (FORWARDED, r#""http_forwarded":"""#, ("203.0.113.8", false)),
+            // Not configured.
+            (
+                r#"trusted_proxies = "10.0.0.1""#,
+                r#""http_forwarded":"for=203.0.113.7;proto=https""#,
+                ("203.0.113.8", false),
+            ),
+            (
+                r#"trusted_proxies = "10.0.0.2", forwarded = "forwarded""#,
+                r#""http_forwarded":"for=203.0.113.7""#,
+                ("10.0.0.1", false),
+            ),
+        ] {
+            let found = read(listen, &json(&format!("{list}{members}"))).unwrap();
+            assert_eq!((found.0.as_str(), found.1), client, "{listen}: {members}");
+        }
     }
 
     #[test]
