@@ -1,10 +1,10 @@
 //! Decompresses log files. The format is recognized by the first bytes, and a file may consist of several parts, each
 //! compressed on its own.
 
-use std::io::{self, BufReader, Chain, Cursor, Read};
+use std::io::{self, BufRead, BufReader, Chain, Cursor, Read};
 
 use bzip2::bufread::MultiBzDecoder;
-use flate2::bufread::MultiGzDecoder;
+use flate2::bufread::GzDecoder;
 use lzma_rust2::XzReader;
 use ruzstd::decoding::errors::FrameDecoderError;
 use ruzstd::decoding::{FrameDecoder, StreamingDecoder};
@@ -20,7 +20,7 @@ pub fn decompressed(mut file: impl Read + Send + 'static) -> io::Result<Box<dyn 
     let start = first_bytes(&mut file, XZ_MAGIC.len())?;
     let reader = BufReader::with_capacity(128 << 10, Cursor::new(start.clone()).chain(file));
     Ok(match start.as_slice() {
-        _ if start.starts_with(&GZIP_MAGIC) => Box::new(MultiGzDecoder::new(reader)),
+        _ if start.starts_with(&GZIP_MAGIC) => Box::new(GzipReader::Member(Box::new(GzDecoder::new(reader)))),
         _ if start.starts_with(&ZSTD_MAGIC) || is_skippable(&start) => Box::new(ZstdReader::Between(reader)),
         [b'B', b'Z', b'h', b'1'..=b'9', ..] => Box::new(MultiBzDecoder::new(reader)),
         _ if start.starts_with(&XZ_MAGIC) => Box::new(XzReader::new_mem_limit(reader, true, XZ_MEMORY_KIB)),
@@ -38,6 +38,41 @@ fn first_bytes(reader: &mut impl Read, count: usize) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     reader.take(count as u64).read_to_end(&mut bytes)?;
     Ok(bytes)
+}
+
+/// Decompresses a sequence of gzip members. Zeros may follow, as `gzip -d` accepts them: tapes have blocks of one size.
+enum GzipReader<R: BufRead> {
+    Member(Box<GzDecoder<R>>),
+    AtEnd,
+}
+
+impl<R: BufRead> Read for GzipReader<R> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let GzipReader::Member(member) = self else { return Ok(0) };
+            let read = member.read(out)?;
+            if read > 0 || out.is_empty() {
+                return Ok(read);
+            }
+            let GzipReader::Member(member) = std::mem::replace(self, GzipReader::AtEnd) else { return Ok(0) };
+            let mut reader = member.into_inner();
+            if !skip_zeros(&mut reader)? {
+                *self = GzipReader::Member(Box::new(GzDecoder::new(reader)));
+            }
+        }
+    }
+}
+
+/// Skips bytes that are zero; whether the end follows.
+fn skip_zeros(reader: &mut impl BufRead) -> io::Result<bool> {
+    loop {
+        let buffer = reader.fill_buf()?;
+        let (length, zeros) = (buffer.len(), buffer.iter().take_while(|byte| **byte == 0).count());
+        reader.consume(zeros);
+        if length == 0 || zeros < length {
+            return Ok(length == 0);
+        }
+    }
 }
 
 /// A frame whose first bytes were read to recognize it.
@@ -112,10 +147,26 @@ mod tests {
         let pzstd = [&skipped[..], &zstd].concat();
         let mut gzip = GzEncoder::new(Vec::new(), Compression::default());
         gzip.write_all(b"a log\nof frames\n").unwrap();
-        for file in [b"a log\nof frames\n".to_vec(), gzip.finish().unwrap(), zstd, pzstd] {
+        let gzip = gzip.finish().unwrap();
+        let padded = [&gzip[..], &[0; 600]].concat();
+        let members = [&padded[..], &gzip, &gzip, &[0]].concat();
+        for (file, times) in
+            [(b"a log\nof frames\n".to_vec(), 1), (gzip, 1), (padded, 1), (members, 3), (zstd, 1), (pzstd, 1)]
+        {
             let mut text = String::new();
             decompressed(Bytes(Cursor::new(file))).unwrap().read_to_string(&mut text).unwrap();
-            assert_eq!(text, "a log\nof frames\n");
+            assert_eq!(text, "a log\nof frames\n".repeat(times));
+        }
+    }
+
+    #[test]
+    fn other_bytes_behind_a_gzip_file_are_an_error() {
+        let mut gzip = GzEncoder::new(Vec::new(), Compression::default());
+        gzip.write_all(b"a log\n").unwrap();
+        let gzip = gzip.finish().unwrap();
+        for rest in [&b"x"[..], b"\0x", &gzip[..2], &gzip[..gzip.len() - 1]] {
+            let file = [&gzip[..], rest].concat();
+            decompressed(Cursor::new(file)).unwrap().read_to_string(&mut String::new()).unwrap_err();
         }
     }
 }
