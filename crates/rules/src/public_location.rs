@@ -340,6 +340,12 @@ mod tests {
             ("/t/{tenant}/{*r}", rewrite("/{*r}"), &["acme", "x"], "/login", "/t/acme/login"),
             ("/f/{name}.{ext}", rewrite("/{ext}/{name}"), &["a", "b"], "/gz/x.tar", "/f/x.tar.gz"),
             ("/{a}/{b}", rewrite("/{a}-{b}"), &["1", "2"], "/3-4", "/3/4"),
+            // Not encoded by the server.
+            ("/{a}/{b}", rewrite("/{a}-{b}"), &["1", "2"], "/é-x", "/é/x"),
+            ("/{a}/{b}", rewrite("/{a}-{b}"), &["1", "2"], "/x-é", "/x/é"),
+            ("/{a}/{b}", rewrite("/{a}-é-{b}"), &["1", "2"], "/日-é-日", "/日/日"),
+            ("/{a}/{b}", rewrite("/{a}-{b}"), &["1", "2"], "/-é", "/-é"),
+            ("/{a}/{b}", rewrite("/{a}-{b}"), &["1", "2"], "/é-", "/é-"),
             ("/{a}/{b}", rewrite("/{a}{b}"), &["1", "2"], "/34", "/34"),
             ("/old/{*r}", rewrite("/new"), &["x"], "/new", "/old/x"),
         ] {

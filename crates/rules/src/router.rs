@@ -506,14 +506,14 @@ pub fn capture_wildcards<T: AsRef<str>>(
     if is_within_escape(segment, end) {
         return false;
     }
+    // At least one character is left for the wildcards before and behind a text. Paths in responses may not be encoded.
+    let search_begin = segment.ceil_char_boundary(begin + 1);
     for text in between.iter().rev() {
-        // At least one byte is left for the wildcards before and behind the text.
         let mut search_end = end.saturating_sub(1);
         let at = loop {
-            let Some(at) = segment.get(begin + 1..search_end).and_then(|part| part.rfind(text.as_ref())) else {
-                return false;
-            };
-            let at = begin + 1 + at;
+            let part = segment.get(search_begin..segment.floor_char_boundary(search_end));
+            let Some(at) = part.and_then(|part| part.rfind(text.as_ref())) else { return false };
+            let at = search_begin + at;
             if !is_within_escape(segment, at) {
                 break at;
             }
