@@ -3,7 +3,7 @@
 //! The most specific matching route wins, and among equally specific routes the first in the file. A route is
 //! unreachable if earlier routes match the same requests.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use http::{HeaderValue, Method};
 use toml::de::DeValue;
@@ -292,7 +292,7 @@ fn read_networks(item: &Item, report: &mut Report) -> Option<Vec<Network>> {
     if words.is_empty() {
         return report.reject(item.span.clone(), "`networks` is empty", format!("remove it: {WITHOUT}"));
     }
-    let mut found: Vec<Network> = Vec::new();
+    let (mut found, mut seen) = (Vec::new(), HashSet::new());
     for word in &words {
         let (message, fix) = match word.text {
             "all" | "any" | "*" => {
@@ -307,7 +307,7 @@ fn read_networks(item: &Item, report: &mut Report) -> Option<Vec<Network>> {
                 (format!("{} is not a network", quoted(text)), fix.to_owned())
             }
             text => match read_network(word, report) {
-                Some(network) if found.contains(&network) => {
+                Some(network) if !seen.insert(network) => {
                     (format!("{} is listed twice", quoted(text)), String::from("remove it"))
                 }
                 network => {
