@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::gateway::{Gateway, Named, NamedFile, Section, Value, table, table_name, unused_name};
+use crate::gateway::{Gateway, Named, Section, Value, table, table_name, unused_name};
 use crate::rate::Window;
 use crate::source::{Effect, ImportError};
 use crate::tree::{Entry, Node, read_all, translated};
@@ -34,9 +34,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
         gateway.rules.iter_mut().filter(is_enforced).for_each(|rule| rule.section.set("count_refused", true));
     }
     if !importer.denied.is_empty() {
-        gateway.access.set("file", "access.toml");
-        let entries = importer.denied.iter().map(|address| format!("[[deny]]\nnetwork = \"{address}\"\n"));
-        gateway.files.push(NamedFile { name: "access.toml", text: entries.collect::<Vec<_>>().join("\n") });
+        gateway.deny(&importer.denied);
     }
     Ok(translated(&documents, gateway))
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use transom_config::diagnostics::Problem;
 
+use crate::network::{Network, networks_of_both};
 use crate::source::{Effect, Note, Position};
 
 /// Settings of a route that have no effect on a response of the gateway.
@@ -17,6 +18,9 @@ const OF_FORWARDED_REQUESTS: [&str; 8] = [
     "timeouts",
     "max_body",
 ];
+
+/// Most networks that are repeated for several routes.
+const COPIED_NETWORKS: usize = 32;
 
 /// A value of a setting.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -73,7 +77,7 @@ pub fn one_or_list(mut values: Vec<String>) -> Value {
 pub struct Section {
     pub comments: Vec<String>,
     pub settings: Vec<(String, Value)>,
-    /// Networks that a route refuses, by a second route for them.
+    /// Networks that a route refuses, until [`Gateway::write_refusals`].
     pub denied: Vec<String>,
 }
 
@@ -102,7 +106,21 @@ impl Section {
 
     /// Whether a route limits requests, or refuses some.
     pub fn restricts(&self) -> bool {
-        ["rules", "allow", "respond"].iter().any(|name| self.get(name).is_some())
+        !self.denied.is_empty() || ["rules", "allow", "respond"].iter().any(|name| self.get(name).is_some())
+    }
+
+    /// Whether it forwards no request of these networks, also without refusing them.
+    fn excludes(&self, networks: &[String]) -> bool {
+        let allowed: Vec<&Value> = match self.get("allow") {
+            Some(Value::List(list)) => list.iter().collect(),
+            allow => allow.into_iter().collect(),
+        };
+        // Clients are in any network.
+        let is_other = |value: &&Value| {
+            matches!(value, Value::Text(text)
+                if Network::parse(text).is_some() && networks_of_both(std::slice::from_ref(text), networks).is_none())
+        };
+        self.is_closed() || self.get("redirect").is_some() || !allowed.is_empty() && allowed.iter().all(is_other)
     }
 
     /// Whether a route refuses all requests.
@@ -189,6 +207,15 @@ pub struct Route {
 }
 
 impl Route {
+    /// Whether it redirects, other than to its own path with a slash.
+    fn leads_elsewhere(&self) -> bool {
+        let with_slash = format!("{{scheme}}://{{authority}}{}/", self.path);
+        match self.section.get("redirect") {
+            Some(Value::Table(redirect)) => redirect.iter().all(|(_, value)| *value != Value::Text(with_slash.clone())),
+            redirect => redirect.is_some(),
+        }
+    }
+
     /// Whether another route matches the same requests, and neither precedes the other.
     fn matches_as(&self, other: &Route) -> bool {
         (&self.path, &self.methods, &self.headers, &self.query, &self.networks, self.scheme)
@@ -349,6 +376,46 @@ impl Gateway {
         true
     }
 
+    /// Denies networks in an access file.
+    pub fn deny(&mut self, networks: &[String]) {
+        self.access.set("file", "access.toml");
+        let entries: Vec<String> =
+            networks.iter().map(|network| format!("[[deny]]\nnetwork = \"{network}\"\n")).collect();
+        self.files.push(NamedFile { name: "access.toml", text: entries.join("\n") });
+    }
+
+    /// Writes the networks that routes refuse: in an access file if it is one long list of all routes, otherwise as a route for them
+    /// beside each.
+    pub fn write_refusals(&mut self) {
+        let of_routes = || self.routes.iter().map(|route| &route.section.denied).filter(|denied| !denied.is_empty());
+        let Some(denied) = of_routes().next().cloned() else { return };
+        let is_of_all = self.routes.iter().all(|Route { section, .. }| match section.denied.is_empty() {
+            true => section.excludes(&denied),
+            false => section.denied == denied,
+        });
+        let copies = of_routes().count();
+        if is_of_all && copies > 1 && copies * denied.len() > COPIED_NETWORKS && self.access.settings.is_empty() {
+            let redirect = self.routes.iter().find(|route| route.section.denied.is_empty() && route.leads_elsewhere());
+            if let Some(position) = redirect.and_then(|route| route.position.clone()) {
+                let text = "the networks of access.toml are denied on all routes, also instead of being redirected";
+                self.note(Effect::Stricter, &position, text);
+            }
+            self.deny(&denied);
+            self.routes.iter_mut().for_each(|route| route.section.denied.clear());
+            return;
+        }
+        for mut route in std::mem::take(&mut self.routes) {
+            let denied = std::mem::take(&mut route.section.denied);
+            let mut section = Section::default();
+            section.close(403);
+            // Who follows a redirect is refused then.
+            let admits =
+                route.section.get("redirect").is_none() && section.get("respond") != route.section.get("respond");
+            let refusal = (admits && !denied.is_empty()).then(|| Route { networks: denied, section, ..route.clone() });
+            self.routes.extend([Some(route), refusal].into_iter().flatten());
+        }
+    }
+
     /// The notes without a section.
     pub fn unplaced_notes(&self) -> impl Iterator<Item = &Note> {
         self.notes.iter().enumerate().filter(|(index, _)| !self.placed.contains(index)).map(|(_, note)| note)
@@ -373,7 +440,8 @@ impl Gateway {
             std::mem::swap(&mut self.routes[index], &mut route);
         }
         let hosts = self.routes[index].hosts.clone();
-        if self.routes[index].section.settings != route.section.settings && rank.is_eq() {
+        let (known, section) = (&self.routes[index].section, &route.section);
+        if (&known.settings, &known.denied) != (&section.settings, &section.denied) && rank.is_eq() {
             let text = format!("a second route for `{}`: the first one applies", route.path);
             let comment = self.placed_note(Effect::NotEnforced, position, text);
             self.routes[index].section.comment(comment);

@@ -50,6 +50,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     for ingress in &ingresses {
         importer.ingress(ingress);
     }
+    importer.gateway.write_refusals();
     Ok(translated(ingresses, importer.gateway))
 }
 
@@ -289,30 +290,24 @@ impl<'d> Importer<'d> {
     fn set_actions(&mut self, annotations: &Annotations, section: &mut Section) {
         let allowed = annotations.networks(["whitelist-source-range", "allowlist-source-range"]);
         let denied = annotations.networks(["denylist-source-range", "blacklist-source-range"]);
-        if allowed.is_some() || denied.is_some() {
-            let mut left = match allowed {
-                None => Network::ALL.to_vec(),
-                Some((entry, networks)) => {
-                    if networks.contains(&None) {
-                        let why = "an entry is no network, and is not admitted";
-                        entry.note_at(&mut self.gateway, section, Effect::Stricter, why);
-                    }
-                    networks.into_iter().flatten().collect()
-                }
-            };
-            if let Some((entry, networks)) = denied {
-                if networks.contains(&None) {
-                    let why = "an entry is no network: the route is closed";
-                    entry.note_at(&mut self.gateway, section, Effect::Stricter, why);
-                    left.clear();
-                }
-                networks.iter().flatten().for_each(|network| left = difference(&left, network));
+        if let Some((entry, _)) = denied.as_ref().filter(|(_, networks)| networks.contains(&None)) {
+            entry.note_at(&mut self.gateway, section, Effect::Stricter, "an entry is no network: the route is closed");
+            section.close(403);
+        } else if let Some((entry, networks)) = allowed {
+            if networks.contains(&None) {
+                let why = "an entry is no network, and is not admitted";
+                entry.note_at(&mut self.gateway, section, Effect::Stricter, why);
             }
+            let mut left: Vec<Network> = networks.into_iter().flatten().collect();
+            let denied = denied.iter().flat_map(|(_, networks)| networks).flatten();
+            denied.for_each(|network| left = difference(&left, network));
             left.sort();
             match left.is_empty() {
                 true => section.close(403),
                 false => section.set("allow", one_or_list(left.iter().map(ToString::to_string).collect())),
             }
+        } else if let Some((_, networks)) = denied {
+            section.denied = networks.iter().flatten().map(ToString::to_string).collect();
         }
         if let Some(size) = annotations.text("proxy-body-size").and_then(size) {
             match size.as_str() {
@@ -341,6 +336,7 @@ impl<'d> Importer<'d> {
             } else {
                 let status: u64 = if to.key.ends_with("permanent-redirect") { 301 } else { 302 };
                 section.settings.clear();
+                section.denied.clear();
                 let url = url.replace('{', "{{").replace('}', "}}");
                 section.set("redirect", table([("to", url.into()), ("status", status.into())]));
             }

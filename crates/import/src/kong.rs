@@ -79,6 +79,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     let nested = services.iter().flat_map(|service| service.list_of("routes"));
     let owners: Vec<&Node> = nested.chain(routes).chain(services.iter().copied()).collect();
     importer.note_plugins_of_consumers(&owners);
+    importer.gateway.write_refusals();
     keep_order(&mut importer.gateway, "Kong");
     importer.add_clients();
     for (kind, list, user) in [
@@ -121,6 +122,8 @@ struct Importer<'d> {
 #[derive(Default)]
 struct Admission {
     networks: Option<Vec<String>>,
+    /// Networks that are not admitted, where all others are.
+    denied: Vec<String>,
     clients: Option<Vec<String>>,
 }
 
@@ -542,6 +545,9 @@ impl<'d> Importer<'d> {
     }
 
     fn set_admission(&mut self, admission: Admission, route: &Node, section: &mut Section) {
+        if section.get("upstream").is_some() || section.get("respond").is_some() {
+            section.denied = admission.denied;
+        }
         let allow = match (admission.networks, admission.clients) {
             (None, None) => return,
             (Some(_), Some(_)) => {
@@ -1085,11 +1091,12 @@ fn set_networks(config: &Node, admission: &mut Admission, section: &mut Section,
         }
     }
     // A list whose entries cannot be read, such as references to secrets, admits no one.
-    let mut left = match (denied.contains(&None), allowed.is_empty()) {
-        (true, _) => Vec::new(),
-        (false, true) => Network::ALL.to_vec(),
-        (false, false) => allowed.into_iter().flatten().collect(),
-    };
+    let is_unknown = denied.contains(&None);
+    if allowed.is_empty() && !is_unknown {
+        admission.denied.extend(denied.iter().flatten().map(ToString::to_string));
+        return;
+    }
+    let mut left: Vec<Network> = if is_unknown { Vec::new() } else { allowed.into_iter().flatten().collect() };
     denied.iter().flatten().for_each(|network| left = difference(&left, network));
     left.sort();
     admission.networks = Some(left.iter().map(ToString::to_string).collect());

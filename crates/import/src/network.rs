@@ -83,6 +83,18 @@ pub fn difference(set: &[Network], without: &Network) -> Vec<Network> {
     left
 }
 
+/// The addresses that two conditions have in common. Empty conditions match all; `None` if there are none.
+pub fn networks_of_both(one: &[String], other: &[String]) -> Option<Vec<String>> {
+    if one.is_empty() || other.is_empty() {
+        return Some([one, other].concat());
+    }
+    let parsed = |list: &[String]| list.iter().filter_map(|network| Network::parse(network)).collect::<Vec<_>>();
+    let (one, other) = (parsed(one), parsed(other));
+    let common: Vec<String> =
+        other.iter().flat_map(|network| intersection(&one, network)).map(|network| network.to_string()).collect();
+    (!common.is_empty()).then_some(common)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

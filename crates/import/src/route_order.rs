@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 
 use crate::gateway::{Gateway, Route, Section, Value};
-use crate::network::{Network, intersection};
+use crate::network::networks_of_both;
 use crate::path::{Common, common, precedes};
 use crate::source::Effect;
 
@@ -182,16 +182,4 @@ fn conditions_of_both(one: &Route, other: &Route) -> Option<Route> {
     let query = fields_of_both(&one.query, &other.query)?;
     let networks = networks_of_both(&one.networks, &other.networks)?;
     (is_any || !methods.is_empty()).then(|| Route { methods, headers, query, networks, ..Route::default() })
-}
-
-/// The addresses that two conditions have in common. Empty conditions match all; `None` if there are none.
-pub fn networks_of_both(one: &[String], other: &[String]) -> Option<Vec<String>> {
-    if one.is_empty() || other.is_empty() {
-        return Some([one, other].concat());
-    }
-    let parsed = |list: &[String]| list.iter().filter_map(|network| Network::parse(network)).collect::<Vec<_>>();
-    let (one, other) = (parsed(one), parsed(other));
-    let common: Vec<String> =
-        other.iter().flat_map(|network| intersection(&one, network)).map(|network| network.to_string()).collect();
-    (!common.is_empty()).then_some(common)
 }

@@ -1,9 +1,8 @@
 //! The rules of Traefik's routers: matchers with `&&`, `||` and parentheses, as alternatives that routes can express.
 
 use crate::gateway::Value;
-use crate::network::Network;
+use crate::network::{Network, networks_of_both};
 use crate::path::{covers, literal, of_regex, prefix, widened};
-use crate::route_order::networks_of_both;
 
 /// Most alternatives of one rule.
 const ALTERNATIVES_MAX: usize = 64;

@@ -268,9 +268,10 @@ impl<'d> Importer<'d> {
         let slash = patterns.iter().find_map(|pattern| pattern.strip_suffix("/{*rest}"));
         let without_slash = slash.filter(|path| !path.is_empty() && is_forwarded && !is_closed && kind != Kind::Regex);
         let without_slash = without_slash.filter(|path| !all.iter().any(|pattern| pattern == path)).map(str::to_owned);
+        let denied = section.denied.clone();
         self.add_variants(routes, &patterns, &rules, section, block);
         if let Some(path) = without_slash {
-            let mut section = Section::default();
+            let mut section = Section { denied, ..Section::default() };
             section.set(
                 "redirect",
                 table([
@@ -354,7 +355,6 @@ impl<'d> Importer<'d> {
                 section.set("rewrite", to);
                 path = named;
             }
-            let denied = std::mem::take(&mut section.denied);
             let route = Route {
                 hosts: routes.hosts.clone(),
                 path,
@@ -364,14 +364,7 @@ impl<'d> Importer<'d> {
                 section,
                 ..Route::default()
             };
-            let refusal = (!denied.is_empty()).then(|| {
-                let mut section = Section::default();
-                section.close(403);
-                Route { networks: denied, section, ..route.clone() }
-            });
-            for route in [Some(route), refusal].into_iter().flatten() {
-                self.gateway.add_route(route, &directive.position);
-            }
+            self.gateway.add_route(route, &directive.position);
         }
     }
 

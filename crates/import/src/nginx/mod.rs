@@ -86,6 +86,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     importer.import_global_settings();
     importer.add_rules();
     let mut gateway = importer.gateway;
+    gateway.write_refusals();
     note_unread(&all, &mut gateway);
     let (mut total, mut translated) = (0, 0);
     count(&all, &mut total, &mut translated);

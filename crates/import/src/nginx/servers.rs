@@ -185,9 +185,18 @@ impl<'d> Importer<'d> {
         };
         let default = servers.iter().position(|server| is_default(&server)).unwrap_or(0);
         let count = servers.len();
+        let mut taken: Vec<&String> = Vec::new();
         for (index, server) in servers.iter().enumerate() {
             server.block.mark(Fate::Translated);
-            let hosts = if index == default { Vec::new() } else { server.names.clone() };
+            let is_new = |name: &&String| !taken.contains(name);
+            let names: Vec<String> = server.names.iter().filter(is_new).cloned().collect();
+            let is_repeated = names.is_empty() && !server.names.is_empty();
+            taken.extend(&server.names);
+            let hosts = if index == default { Vec::new() } else { names };
+            if index != default && is_repeated {
+                self.note(Effect::LeftOut, server.block, "nginx ignores it: other servers have its names");
+                continue;
+            }
             if index != default && hosts.is_empty() {
                 self.note(Effect::LeftOut, server.block, "it has no name that the gateway can match");
                 continue;
