@@ -131,6 +131,22 @@ impl Section {
         }
     }
 
+    /// Whether it refuses requests that another route admits.
+    pub fn restricts_more(&self, other: &Section) -> bool {
+        let lacks_rule = |rules: &Value| match (rules, other.get("rules")) {
+            (Value::List(rules), Some(Value::List(known))) => rules.iter().any(|rule| !known.contains(rule)),
+            _ => true,
+        };
+        let differs = |name: &str| self.get(name).is_some_and(|value| other.get(name) != Some(value));
+        let denies = !self.denied.is_empty() && self.denied != other.denied;
+        !other.is_closed()
+            && (denies
+                || self.is_closed()
+                || self.get("rules").is_some_and(lacks_rule)
+                || differs("allow")
+                || differs("max_body"))
+    }
+
     /// The effect of what is missing: on a closed route, no request is admitted by it.
     pub fn effect(&self, effect: Effect) -> Effect {
         if self.is_closed() && effect == Effect::NotEnforced { Effect::LeftOut } else { effect }
@@ -257,6 +273,8 @@ pub struct Gateway {
     pub notes: Vec<Note>,
     /// Routes that cannot be expressed, with what they match at most, and why.
     pub dropped: Vec<(Vec<Route>, Position, String)>,
+    /// Whether the product takes any of the routes that match and have the same rank.
+    pub takes_any: bool,
     /// The notes that stand at a section, by their index.
     placed: BTreeSet<usize>,
 }
@@ -436,14 +454,23 @@ impl Gateway {
             return self.routes.push(route);
         };
         let rank = route.rank.cmp(&self.routes[index].rank);
-        if rank.is_gt() {
+        let (known, section) = (&self.routes[index].section, &route.section);
+        let differs = (&known.settings, &known.denied) != (&section.settings, &section.denied);
+        let (is_looser, is_stricter) = (known.restricts_more(section), section.restricts_more(known));
+        let takes_second = self.takes_any && rank.is_eq() && is_stricter && !is_looser;
+        if rank.is_gt() || takes_second {
             std::mem::swap(&mut self.routes[index], &mut route);
         }
         let hosts = self.routes[index].hosts.clone();
-        let (known, section) = (&self.routes[index].section, &route.section);
-        if (&known.settings, &known.denied) != (&section.settings, &section.denied) && rank.is_eq() {
-            let text = format!("a second route for `{}`: the first one applies", route.path);
-            let comment = self.placed_note(Effect::NotEnforced, position, text);
+        if differs && rank.is_eq() {
+            let (effect, kind) = match (takes_second, is_stricter, is_looser) {
+                (true, ..) => (Effect::Stricter, "stricter"),
+                (_, true, _) => (Effect::NotEnforced, "first"),
+                (.., true) => (Effect::Stricter, "first"),
+                _ => (Effect::Differs, "first"),
+            };
+            let text = format!("a second route for `{}`: the {kind} one applies", route.path);
+            let comment = self.placed_note(effect, position, text);
             self.routes[index].section.comment(comment);
         } else if hosts == route.hosts {
             let comments = std::mem::take(&mut route.section.comments);

@@ -11,7 +11,8 @@ use crate::source::Effect;
 const ADDED_MAX: usize = 500;
 
 /// Where the gateway takes a route that the product tries later, and that restricts less, adds a route for the requests that match
-/// both, with the actions of the one that the product takes. Other differences are noted.
+/// both, with the actions of the one that the product takes. Other differences are noted. Of routes with the same rank, the order
+/// is that of the gateway, unless the product takes any of them: then the one that restricts more is taken.
 pub fn keep_order(gateway: &mut Gateway, product: &str) {
     let mut order: Vec<usize> = (0..gateway.routes.len()).collect();
     order.sort_by(|one, other| gateway.routes[*one].rank.cmp(&gateway.routes[*other].rank));
@@ -20,7 +21,8 @@ pub fn keep_order(gateway: &mut Gateway, product: &str) {
     for first in order {
         for second in 0..gateway.routes.len() {
             let (one, other) = (&gateway.routes[first], &gateway.routes[second]);
-            if one.rank <= other.rank || one.actions().eq(other.actions()) {
+            let takes_any = gateway.takes_any && one.rank == other.rank && one.position != other.position;
+            if one.rank <= other.rank && !takes_any || one.actions().eq(other.actions()) {
                 continue;
             }
             let Some(hosts) = hosts_of_other(one, other, second < first) else { continue };
@@ -30,17 +32,22 @@ pub fn keep_order(gateway: &mut Gateway, product: &str) {
                 Common::Pattern(path) => Some(path),
                 Common::Unknown => None,
             };
-            let is_weaker = restricts_more(&one.section, &other.section);
+            let [mut is_weaker, mut is_stricter] =
+                [(one, other), (other, one)].map(|(one, other)| one.section.restricts_more(&other.section));
+            if takes_any && is_weaker && is_stricter {
+                (is_weaker, is_stricter) = (false, false);
+            }
             let (position, other_position) = (one.position.clone(), other.position.clone());
             let Some(at) = position.clone() else { continue };
             if !is_weaker || path.is_none() || gateway.routes.len() >= end {
-                let effect = match (is_weaker, restricts_more(&other.section, &one.section)) {
+                let effect = match (is_weaker, is_stricter) {
                     (true, _) => Effect::NotEnforced,
                     (false, true) => Effect::Stricter,
                     (false, false) => Effect::Differs,
                 };
+                let taken = if takes_any { "any of them" } else { "this one" };
                 let text = format!(
-                    "`{}`: requests that also match `{}` have the route of the latter; {product} takes this one",
+                    "`{}`: requests that also match `{}` have the route of the latter; {product} takes {taken}",
                     one.shown(),
                     other.shown()
                 );
@@ -53,8 +60,9 @@ pub fn keep_order(gateway: &mut Gateway, product: &str) {
             }
             let path = path.unwrap_or_default();
             let mut section = Section { settings: one.actions().cloned().collect(), ..Section::default() };
+            let taken = if takes_any { "any of them" } else { "the former" };
             section.comment(format!(
-                "Requests that match `{}` and `{}`: {product} takes the former.",
+                "Requests that match `{}` and `{}`: {product} takes {taken}.",
                 one.shown(),
                 other.shown()
             ));
@@ -79,7 +87,7 @@ pub fn note_dropped(gateway: &mut Gateway) {
         let pairs = dropped.iter().flat_map(|dropped| gateway.routes.iter().map(move |other| (dropped, other)));
         let others: Vec<(&Route, &Route)> =
             { pairs }.filter(|(dropped, other)| may_match_both(dropped, other)).collect();
-        let weaker = others.iter().find(|(dropped, other)| restricts_more(&dropped.section, &other.section));
+        let weaker = others.iter().find(|(dropped, other)| dropped.section.restricts_more(&other.section));
         let effect = if weaker.is_some() { Effect::NotEnforced } else { Effect::LeftOut };
         let outcome = match weaker.or(others.first()) {
             Some((_, other)) => format!("its requests may have the route of `{}`", other.shown()),
@@ -116,17 +124,6 @@ impl Route {
     fn actions(&self) -> impl Iterator<Item = &(String, Value)> {
         self.section.settings.iter().filter(|(name, _)| name != "name")
     }
-}
-
-/// Whether a route refuses requests that another one admits.
-fn restricts_more(one: &Section, other: &Section) -> bool {
-    let lacks_rule = |rules: &Value| match (rules, other.get("rules")) {
-        (Value::List(rules), Some(Value::List(known))) => rules.iter().any(|rule| !known.contains(rule)),
-        _ => true,
-    };
-    let differs = |name: &str| one.get(name).is_some_and(|value| other.get(name) != Some(value));
-    !other.is_closed()
-        && (one.is_closed() || one.get("rules").is_some_and(lacks_rule) || differs("allow") || differs("max_body"))
 }
 
 /// The hosts of both for which the gateway takes the other route where both match. Empty: all. `is_before`: in the file.

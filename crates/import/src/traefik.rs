@@ -72,6 +72,8 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
         point_middlewares: Vec::new(),
         strategy: None,
     };
+    // Routers of equal priority are tried in no order: they come out of a map.
+    importer.gateway.takes_any = true;
     let points: Vec<&Entry> =
         documents.iter().filter_map(|document| document.get("entryPoints")).flat_map(Node::settings).collect();
     let main = main_point(&points, &routers);
