@@ -1,5 +1,6 @@
 //! Imports Ingress objects of Kubernetes, with the annotations of ingress-nginx for limits, addresses, paths and bodies.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use crate::gateway::{Gateway, Named, Route, Section, Value, one_or_list, table, table_name, unused_name};
@@ -7,6 +8,7 @@ use crate::network::{Network, difference};
 use crate::nginx::keys::hash_key;
 use crate::path::{literal, of_regex, prefix, segments};
 use crate::rate::{Rate, duration_text, windows};
+use crate::route_order::keep_order;
 use crate::source::{Effect, ImportError};
 use crate::tree::{Entry, Node, nothing_in, read_all, translated};
 use crate::{Files, Translated};
@@ -41,16 +43,19 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     if ingresses.is_empty() {
         return Err(nothing_in(&documents, "there is no Ingress", "name files with objects of `kind: Ingress`"));
     }
-    let mut importer = Importer { gateway: Gateway::default(), others };
+    let mut importer =
+        Importer { gateway: Gateway::default(), others, regex_hosts: BTreeSet::new(), exact_paths: BTreeSet::new() };
     importer.gateway.listen.set("http", "0.0.0.0:80");
     importer.gateway.limits.comment("The default of `proxy-body-size`.");
     importer.gateway.limits.set("max_body", "1MiB");
     let refusals = "refusals have status 429; `status = 503` is the default of ingress-nginx";
     importer.gateway.note(Effect::Differs, &ingresses[0].position, refusals);
+    ingresses.iter().for_each(|ingress| importer.note_regex_hosts(ingress));
     for ingress in &ingresses {
         importer.ingress(ingress);
     }
     importer.gateway.write_refusals();
+    keep_order(&mut importer.gateway, "ingress-nginx");
     Ok(translated(ingresses, importer.gateway))
 }
 
@@ -58,6 +63,10 @@ struct Importer<'d> {
     gateway: Gateway,
     /// Other objects, such as Services, which name their ports.
     others: Vec<&'d Node>,
+    /// All paths of these hosts are regular expressions, because one of them has such an annotation. Empty: any host.
+    regex_hosts: BTreeSet<String>,
+    /// Hosts with paths of the type `Exact`.
+    exact_paths: BTreeSet<(String, String)>,
 }
 
 /// The annotations of ingress-nginx on one object.
@@ -80,6 +89,11 @@ impl<'d> Annotations<'d> {
         self.text(name) == Some("true")
     }
 
+    /// Whether a path is a regular expression by itself.
+    fn make_regex(&self, path: &str) -> bool {
+        self.is_on("use-regex") || self.text("rewrite-target").is_some_and(|to| !to.is_empty() && to != path)
+    }
+
     /// The networks of a list; `None` for entries that are none.
     fn networks(&self, names: [&str; 2]) -> Option<(&'d Entry, Vec<Option<Network>>)> {
         let entry = names.iter().find_map(|name| self.entry(name))?;
@@ -87,7 +101,28 @@ impl<'d> Annotations<'d> {
     }
 }
 
+/// The host of a rule; empty if it has none.
+fn host_of(rule: &Node) -> String {
+    rule.text_of("host").unwrap_or_default().to_lowercase()
+}
+
 impl<'d> Importer<'d> {
+    fn note_regex_hosts(&mut self, ingress: &'d Node) {
+        let annotations = Annotations(ingress.get("metadata").and_then(|metadata| metadata.get("annotations")));
+        let rules = ingress.get("spec").map_or(&[][..], |spec| spec.list_of("rules"));
+        for rule in rules.iter().filter(|_| !annotations.is_on("canary")) {
+            for path in rule.get("http").map_or(&[][..], |http| http.list_of("paths")) {
+                let text = path.text_of("path").unwrap_or("/");
+                if annotations.make_regex(text) {
+                    self.regex_hosts.insert(host_of(rule));
+                }
+                if path.text_of("pathType") == Some("Exact") {
+                    self.exact_paths.insert((host_of(rule), text.to_owned()));
+                }
+            }
+        }
+    }
+
     fn ingress(&mut self, ingress: &'d Node) {
         ingress.ignore(&["apiVersion", "kind", "status"]);
         let metadata = ingress.get("metadata");
@@ -169,25 +204,21 @@ impl<'d> Importer<'d> {
         mut section: Section,
         node: &Node,
     ) {
-        let is_regex = annotations.is_on("use-regex")
-            || kind == Some("ImplementationSpecific") && path.contains(['(', '[', '^', '$', '\\'])
-            || annotations.text("rewrite-target").is_some_and(|target| target.contains('$'));
-        let anchored = format!("^{}", path.trim_start_matches('^'));
+        let host = hosts.first().cloned().unwrap_or_default();
+        let is_regex_host = self.regex_hosts.contains(&host);
+        let is_regex = is_regex_host
+            || annotations.make_regex(path)
+            || kind == Some("ImplementationSpecific") && path.contains(['(', '[', '^', '$', '\\']);
+        // The server of the host decides, then the length of the regular expression, then the end of the alphabet.
+        let is_wildcard = host.starts_with('*');
+        let mut rank = vec![if host.is_empty() { 0 } else { 2 - i64::from(is_wildcard) }, host.len() as i64];
+        if is_regex_host {
+            rank.extend([path.len() as i64].into_iter().chain(path.bytes().map(i64::from)));
+        }
         let patterns = match kind {
             Some("Exact") if !is_regex => vec![literal(path)],
-            _ if is_regex => match of_regex(&anchored) {
-                Some((mut patterns, further)) => {
-                    let restricts = section.restricts();
-                    if restricts {
-                        patterns.extend(further);
-                    }
-                    if path.bytes().any(|byte| byte.is_ascii_alphabetic()) {
-                        let effect = if restricts { Effect::NotEnforced } else { Effect::Differs };
-                        let text = format!("`{path}`: ingress-nginx ignores the case of paths; the route does not");
-                        section.comment(self.gateway.placed_note(effect, &node.position, text));
-                    }
-                    patterns
-                }
+            _ if is_regex => match self.regex_patterns(path, kind, &host, annotations, &mut section, node) {
+                Some(patterns) => patterns,
                 None => {
                     let why = "routes cannot express this regular expression";
                     node.setting("path")
@@ -209,13 +240,52 @@ impl<'d> Importer<'d> {
                 section.comments.clear();
             }
             let hosts = hosts.clone();
-            self.gateway.add_route(Route { hosts, path, section, ..Route::default() }, &node.position);
+            let route = Route { hosts, path, section, rank: rank.clone(), ..Route::default() };
+            self.gateway.add_route(route, &node.position);
         }
+    }
+
+    /// The patterns of a path that is a regular expression for ingress-nginx, also without being meant as one.
+    fn regex_patterns(
+        &mut self,
+        path: &str,
+        kind: Option<&str>,
+        host: &str,
+        annotations: &Annotations,
+        section: &mut Section,
+        node: &Node,
+    ) -> Option<Vec<String>> {
+        let effect = if section.restricts() { Effect::NotEnforced } else { Effect::Differs };
+        let mut note = |text: String| section.comment(self.gateway.placed_note(effect, &node.position, text));
+        // The paths below an exact one have a location of their own, and otherwise one more.
+        let is_below = kind == Some("Prefix")
+            && !annotations.make_regex(path)
+            && self.exact_paths.contains(&(host.to_owned(), path.to_owned()));
+        let slash = if is_below && !path.ends_with('/') { "/" } else { "" };
+        let anchored = format!("^{}{slash}", path.trim_start_matches('^'));
+        let (mut patterns, further) = of_regex(&anchored).or_else(|| {
+            let found = of_regex(&anchored.replace('.', "\\."))?;
+            note(format!("`{path}`: for ingress-nginx, `.` is any character; the route matches the dot alone"));
+            Some(found)
+        })?;
+        if path.bytes().any(|byte| byte.is_ascii_alphabetic()) {
+            note(format!("`{path}`: ingress-nginx ignores the case of paths; the route does not"));
+        }
+        match effect == Effect::NotEnforced {
+            true => patterns.extend(further),
+            false if further.is_empty() => {}
+            false => note(format!("`{path}`: ingress-nginx also matches `{path}x`; the route does not")),
+        }
+        Some(patterns)
     }
 
     fn set_rewrite(&mut self, annotations: &Annotations, path: &str, section: &mut Section) {
         let Some(entry) = annotations.entry("rewrite-target") else { return };
         let target = entry.node.text().unwrap_or("/");
+        // ingress-nginx does not replace a path by itself, also where it is a prefix.
+        if target == path {
+            return;
+        }
         // `/api(/|$)(.*)` and `/$2`, or `/api/(.*)` and `/$1`.
         let replaced =
             [("(/|$)(.*)", "$2"), ("/(.*)", "$1"), ("(/|$)(.+)", "$2")].iter().find_map(|(end, variable)| {
