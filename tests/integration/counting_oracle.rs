@@ -8,9 +8,9 @@
 //!
 //! Deliberate mistakes that these tests notice: a refund after the response is dropped; a rule of one gateway does not count
 //! refusals after a request to another route; a segment of a sliding window expires one segment too early; a refused request is
-//! not charged in the store; a cost beyond the reserve is not charged in the store; a key gets one slot too many. With more
-//! configurations: leased tokens of an ended window pay for a refused request; a request that has waited is not charged in the
-//! windows that have begun meanwhile.
+//! not charged in the store; a cost beyond the reserve is not charged in the store; a key gets one slot too many; a report after an
+//! outage loses its tokens. With more configurations: leased tokens of an ended window pay for a refused request; a request that
+//! has waited is not charged in the windows that have begun meanwhile.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -304,14 +304,21 @@ impl Configuration {
         all_layers(rule).for_each(|layer| layer.shards = 1);
     }
 
-    /// With one rule of one layer, which is the only one of its route.
-    fn leave_one_layer(&mut self) {
-        self.rules.truncate(1);
-        self.routes = vec![Route { rules: vec![0], cost: None }];
-        let rule = &mut self.rules[0];
-        rule.layers.truncate(1);
-        rule.overrides.clear();
-        rule.plan = None;
+    /// With so many rules of as many layers, at most.
+    fn leave_layers(&mut self, most: usize) {
+        self.rules.truncate(most);
+        for route in &mut self.routes {
+            route.rules.retain(|position| *position < most);
+            let has_fixed_cost = |position: &usize| matches!(self.rules[*position].cost, Cost::Fixed(_));
+            route.cost = route.cost.filter(|_| route.rules.iter().any(has_fixed_cost));
+        }
+        self.routes.truncate(most);
+        self.routes.retain(|route| !route.rules.is_empty());
+        for rule in &mut self.rules {
+            rule.layers.truncate(most);
+            rule.overrides.clear();
+            rule.plan = None;
+        }
     }
 
     /// The configuration file, with these settings of the store, if there is one.
@@ -936,6 +943,15 @@ impl Gateways {
         Gateways { processes, clients }
     }
 
+    /// Ends the gateways, which return what they have leased.
+    fn end(mut self) {
+        self.clients.clear();
+        for process in &mut self.processes {
+            process.signal("TERM");
+            process.wait();
+        }
+    }
+
     /// Steps the clock, once what the gateways have sent to the store is counted: it was sent before the next tick.
     fn step(&mut self, store: &mut SteppedStore, rng: &mut Rng) {
         self.follow(store);
@@ -1008,65 +1024,107 @@ fn end_outage(store: &SteppedStore, gateways: &mut Gateways) {
     gateways.follow(store);
 }
 
+/// The model of a gateway whose store goes away. The call of a request that did not wait for its reply is executed when the store
+/// returns. Its tokens are refunded unless the reply is lost with its connection; until then, replies to other calls report them.
+struct OverOutages {
+    model: Model,
+    /// Counts late charges twice.
+    most: Model,
+    history: History,
+    is_away: bool,
+    /// Whether the gateway knows only what the store counts.
+    is_successor: bool,
+}
+
+impl OverOutages {
+    const TIMEOUT_MS: Ms = 100;
+
+    /// Sends a request and compares the response. Returns `false` if it differs by late charges: what the gateway counts from then on
+    /// depends on them.
+    #[track_caller]
+    fn send(&mut self, client: &mut Client, request: &Request, store: &SteppedStore) -> bool {
+        let now = store.now();
+        let decision = self.model.decide(request, now);
+        let response = send(client, request);
+        let took_ms = store.now() - now;
+        self.history.add(describe(now, request, &response));
+        let had_late_charges = self.has_late_charges(request, now);
+        let begun = self.model.record(request, now, !decision.is_refused());
+        if self.is_away && took_ms >= OverOutages::TIMEOUT_MS {
+            let late = self.most.record(request, now, !decision.is_refused());
+            self.most.release(&late);
+        }
+        let begun_in_most = self.most.record(request, now, !decision.is_refused());
+        // The store is not asked for nothing.
+        let may_be_unknown = self.is_away || (self.is_successor && self.model.takes_nothing(request));
+        let precision = Precision::Outages { slack_s: 10 + rounded_up_s(took_ms), may_be_unknown };
+        if let Err(difference) = check(&response, request, &decision, &self.model, now, precision) {
+            // Late charges leave less, never more.
+            let has_late_charges = had_late_charges || self.has_late_charges(request, now);
+            if !has_late_charges || is_laxer(&response, &decision, &self.model.items(request, now)) {
+                self.history.fail(&difference);
+            }
+            return false;
+        }
+        self.model.release(&begun);
+        self.most.release(&begun_in_most);
+        true
+    }
+
+    fn has_late_charges(&self, request: &Request, now: Ms) -> bool {
+        self.model.items(request, now) != self.most.items(request, now)
+    }
+}
+
 /// One gateway whose store goes away and returns: with `on_outage = "local"` each window admits its limit, not more and not less, but
-/// for late charges. The call of a request that did not wait for its reply is executed when the store returns. Its tokens are refunded
-/// unless the reply is lost with its connection; until then, replies to other calls report them.
+/// for late charges. Its successor knows only what the store counts, and decides as it would have.
 #[test]
 fn a_gateway_decides_as_documented_over_outages() {
     const REQUESTS: usize = 120;
-    const TIMEOUT_MS: Ms = 100;
+    const REQUESTS_OF_SUCCESSOR: usize = 30;
     let (first, server, mut store) = (seeded_rng().get_seed(), Server::start(), SteppedStore::start());
-    for seed in (0..configurations(3)).map(|number| first.wrapping_add(number)) {
+    for seed in (0..configurations(4)).map(|number| first.wrapping_add(number)) {
         let mut rng = Rng::with_seed(seed);
         let scope = Scope { has_store: true, has_steps: false, has_late_charges: false };
         let mut configuration = Configuration::random(&mut rng, scope);
-        configuration.leave_one_layer();
+        configuration.leave_layers(if seed.is_multiple_of(2) { 1 } else { 2 });
         store.step_to_tick();
-        let toml = configuration.toml(&server.upstream, &store.toml(seed, &format!("timeout = \"{TIMEOUT_MS}ms\"")));
-        let mut history = History::new(seed, &toml);
+        let settings = format!("timeout = \"{}ms\"", OverOutages::TIMEOUT_MS);
+        let toml = configuration.toml(&server.upstream, &store.toml(seed, &settings));
         let mut gateways = Gateways::with_workers(1, 2, &toml);
         let mut clients: Vec<Client> = (0..4).map(|_| gateways.processes[0].client()).collect();
         gateways.follow(&store);
-        let mut model = Model::new(configuration.rules.clone(), configuration.routes.clone());
-        // Counts late charges twice.
-        let mut most = model.clone();
-        let mut is_away = false;
-        for _ in 0..REQUESTS {
+        let model = Model::new(configuration.rules.clone(), configuration.routes.clone());
+        let (most, history) = (model.clone(), History::new(seed, &toml));
+        let mut outages = OverOutages { model, most, history, is_away: false, is_successor: false };
+        let is_same = (0..REQUESTS).all(|_| {
             if one_in(&mut rng, 10) {
-                is_away = !is_away;
-                history.add(format!("the store is away: {is_away}"));
-                if is_away { begin_outage(&store, &mut gateways) } else { end_outage(&store, &mut gateways) }
+                outages.is_away = !outages.is_away;
+                outages.history.add(format!("the store is away: {}", outages.is_away));
+                let change = if outages.is_away { begin_outage } else { end_outage };
+                change(&store, &mut gateways);
             }
             let request = configuration.random_request(&mut rng);
-            let now = store.now();
-            let decision = model.decide(&request, now);
-            let client = rng.usize(..clients.len());
-            let response = send(&mut clients[client], &request);
-            let took_ms = store.now() - now;
-            history.add(describe(now, &request, &response));
-            let had_late_charges = model.items(&request, now) != most.items(&request, now);
-            let begun = model.record(&request, now, !decision.is_refused());
-            if is_away && took_ms >= TIMEOUT_MS {
-                let late = most.record(&request, now, !decision.is_refused());
-                most.release(&late);
-            }
-            let begun_in_most = most.record(&request, now, !decision.is_refused());
-            let precision = Precision::Outages { slack_s: 10 + rounded_up_s(took_ms), may_be_unknown: is_away };
-            if let Err(difference) = check(&response, &request, &decision, &model, now, precision) {
-                // Late charges leave less, never more. What the gateway counts from now on depends on them.
-                let expected = model.items(&request, now);
-                let has_late_charges = had_late_charges || expected != most.items(&request, now);
-                if !has_late_charges || is_laxer(&response, &decision, &expected) {
-                    history.fail(&difference);
-                }
-                break;
-            }
-            model.release(&begun);
-            most.release(&begun_in_most);
-        }
-        if is_away {
+            outages.send(&mut clients[rng.usize(..4)], &request, &store)
+        });
+        if outages.is_away {
             end_outage(&store, &mut gateways);
         }
+        if !is_same {
+            continue;
+        }
+        outages.history.add("a successor".to_owned());
+        (outages.is_away, outages.is_successor) = (false, true);
+        drop(clients);
+        gateways.end();
+        let mut successor = Gateways::start(1, &toml);
+        successor.follow(&store);
+        outages.model.forget_local_counters();
+        outages.most.forget_local_counters();
+        (0..REQUESTS_OF_SUCCESSOR).all(|_| {
+            let request = configuration.random_request(&mut rng);
+            outages.send(&mut successor.clients[0], &request, &store)
+        });
     }
 }
 

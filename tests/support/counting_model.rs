@@ -554,6 +554,13 @@ impl Model {
         }
     }
 
+    /// What another gateway does not know: the counters of rules that each gateway counts alone.
+    pub fn forget_local_counters(&mut self) {
+        let rules = &self.rules;
+        self.counters.retain(|(position, ..), _| rules[*position].sharing != Sharing::Off);
+        self.penalties.retain(|(position, _), _| rules[*position].sharing != Sharing::Off);
+    }
+
     fn count_outcome(&mut self, rule: &Rule, outcome: &'static str) {
         *self.outcomes.entry((rule.name.clone(), outcome)).or_default() += 1;
     }
@@ -629,6 +636,11 @@ impl Model {
             applied.rule.is_settled() && layers.any(|layer| applied.rule.accumulates(applied.layers, layer))
         };
         self.applied(request).iter().any(may_lose)
+    }
+
+    /// Whether the request takes no token of some rule.
+    pub fn takes_nothing(&self, request: &Request) -> bool {
+        self.applied(request).iter().any(|applied| applied.cost == 0)
     }
 
     pub fn has_penalties(&self, request: &Request) -> bool {
