@@ -24,6 +24,9 @@ pub struct Options {
     /// Replace files that exist
     #[arg(long, requires = "output")]
     force: bool,
+    /// Exit 2 if a limit or access rule is not enforced
+    #[arg(long)]
+    strict: bool,
 }
 
 pub fn run(options: &Options) -> Exit {
@@ -59,7 +62,10 @@ fn import_files(options: &Options) -> Result<(), Failure> {
         }
     }
     print_err!("{}", import.report(product).trim_end());
-    Ok(())
+    match options.strict && import.not_enforced() > 0 {
+        true => Err(Failure(Exit::BadConfig, "transom: `--strict` does not accept this\n".to_owned())),
+        false => Ok(()),
+    }
 }
 
 /// Whether a file is a pipe, a terminal or another device. What a descriptor leads to may also be a regular file, which a shell has opened.

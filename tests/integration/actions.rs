@@ -143,6 +143,18 @@ fn the_authority_of_a_redirect_has_the_port_of_the_request() {
     }
 }
 
+/// The query of the request stays, and there is no `?` without one.
+#[test]
+fn the_query_of_a_redirect_may_be_missing() {
+    let gateway = Gateway::start(
+        "[[routes]]\npath = \"/old/{*rest}\"\nredirect = { to = \"{scheme}://{authority}/new/{param.rest}?{query}\" }\n",
+    );
+    for (target, location) in [("/old/a?b=c", "/new/a?b=c"), ("/old/a", "/new/a"), ("/old/a?", "/new/a")] {
+        let response = gateway.client().get(target).expect(308);
+        assert_eq!(response.field("location"), Some(format!("http://{HOST}{location}").as_str()));
+    }
+}
+
 #[test]
 fn fixed_responses_need_no_upstream() {
     let gateway = Gateway::start(

@@ -148,7 +148,7 @@ fn nginx(text: &str) -> ExternalServer {
 const KEY: &[(&str, &str)] = &[("X-Api-Key", "k1")];
 
 /// For each sample, requests to all of its locations.
-const NGINX: [(&str, &[Requests]); 11] = [
+const NGINX: [(&str, &[Requests]); 13] = [
     (
         "blocklist",
         &[
@@ -222,6 +222,32 @@ const NGINX: [(&str, &[Requests]); 11] = [
         ],
     ),
     (
+        "redirects",
+        &[
+            get("/old/a", 3),
+            get("/old/a/b?c=d", 1),
+            get("/old/", 1),
+            get("/old/new/a", 1),
+            get("/moved/a?b", 1),
+            get("/moved/deep/a", 1),
+            get("/page.html?a", 1),
+            get("/old/kept/a", 1),
+            get("/elsewhere/a?b", 1),
+            get("/", 1),
+            get("/fixed", 9),
+        ],
+    ),
+    (
+        "plans",
+        &[
+            get("/both/a", 9).with(KEY),
+            get("/both/a", 9).with(&[("X-Api-Key", "gold-1")]),
+            // Not enforced, as the report says.
+            get("/both/7", 1).differs(200),
+            get("/gold/a", 9).with(&[("X-Api-Key", "gold-1")]),
+        ],
+    ),
+    (
         "sessions",
         &[
             get("/a", 3),
@@ -288,6 +314,13 @@ fn the_command_writes_files_and_reports() {
     let stdout = fs::File::create(&redirected).unwrap();
     assert!(Command::new(BINARY).args(to_stdout).stdout(stdout).stderr(Stdio::null()).status().unwrap().success());
     assert_eq!(fs::read_to_string(&redirected).unwrap(), fs::read_to_string(&output).unwrap());
+    // What is not enforced fails with `--strict`, and is written all the same.
+    let closed = scratch.write("closed.conf", "server {\n listen 127.0.0.1:8080;\n location / {\n  limit_req zone=none;\n  proxy_pass http://a.example;\n }\n}\n");
+    let strict = ["import", "nginx", "--strict", closed.to_str().unwrap()];
+    let (code, out, report) = run(&strict);
+    assert!(code == Some(2) && out.contains("[upstreams") && report.contains("is not enforced"), "{report}");
+    assert_eq!(run(&[&strict[..2], &strict[3..]].concat()).0, Some(0));
+    assert_eq!(run(&["import", "nginx", "--strict", &path("nginx.conf")]).0, Some(0));
     // A mistake in the file has its line.
     let broken = scratch.write("broken.conf", "http {\n server {\n");
     let (code, _, message) = run(&["import", "nginx", broken.to_str().unwrap()]);

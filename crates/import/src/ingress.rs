@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use crate::gateway::{Gateway, Named, Route, Section, Value, one_or_list, table, table_name, unused_name};
 use crate::network::{Network, difference};
 use crate::nginx::keys::hash_key;
-use crate::path::{literal, of_regex, prefix, segments};
+use crate::path::{literal, of_regex, prefix, segments, widened};
 use crate::rate::{Rate, duration_text, windows};
-use crate::route_order::keep_order;
+use crate::route_order::{keep_order, note_dropped};
 use crate::source::{Effect, ImportError};
 use crate::tree::{Entry, Node, nothing_in, read_all, translated};
 use crate::{Files, Translated};
@@ -29,6 +29,21 @@ const RESTRICTIONS: [&str; 7] = [
     "limit-rate",
 ];
 
+/// The beginnings of annotations by which other controllers may limit requests.
+const OTHER_CONTROLLERS: [&str; 11] = [
+    "alb.ingress.kubernetes.io/",
+    "appgw.ingress.kubernetes.io/",
+    "haproxy-ingress.github.io/",
+    "haproxy.org/",
+    "ingress.cilium.io/",
+    "ingress.kubernetes.io/",
+    "konghq.com/",
+    "nginx.com/",
+    "nginx.org/",
+    "projectcontour.io/",
+    "traefik.ingress.kubernetes.io/",
+];
+
 pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportError> {
     let documents = read_all(files, paths)?;
     let mut objects = Vec::new();
@@ -43,8 +58,13 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     if ingresses.is_empty() {
         return Err(nothing_in(&documents, "there is no Ingress", "name files with objects of `kind: Ingress`"));
     }
-    let mut importer =
-        Importer { gateway: Gateway::default(), others, regex_hosts: BTreeSet::new(), exact_paths: BTreeSet::new() };
+    let mut importer = Importer {
+        gateway: Gateway::default(),
+        others,
+        regex_hosts: BTreeSet::new(),
+        exact_paths: BTreeSet::new(),
+        class: None,
+    };
     importer.gateway.listen.set("http", "0.0.0.0:80");
     importer.gateway.limits.comment("The default of `proxy-body-size`.");
     importer.gateway.limits.set("max_body", "1MiB");
@@ -54,6 +74,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     for ingress in &ingresses {
         importer.ingress(ingress);
     }
+    note_dropped(&mut importer.gateway);
     importer.gateway.write_refusals();
     keep_order(&mut importer.gateway, "ingress-nginx");
     Ok(translated(ingresses, importer.gateway))
@@ -67,6 +88,8 @@ struct Importer<'d> {
     regex_hosts: BTreeSet<String>,
     /// Hosts with paths of the type `Exact`.
     exact_paths: BTreeSet<(String, String)>,
+    /// The class of the first Ingress.
+    class: Option<&'d str>,
 }
 
 /// The annotations of ingress-nginx on one object.
@@ -148,7 +171,8 @@ impl<'d> Importer<'d> {
         let mut section = Section::default();
         section.comment(format!("Ingress {namespace}/{name} ({})", ingress.position));
         let Some(spec) = spec else { return };
-        spec.setting("ingressClassName");
+        let class = spec.setting("ingressClassName").or_else(|| annotations.0?.setting("kubernetes.io/ingress.class"));
+        self.note_class(class, &annotations, &mut section);
         if let Some(tls) = spec.setting("tls") {
             let why = "certificates are in Secrets: mount them, and write [listen.https]; requests without TLS are not redirected";
             tls.note_at(&mut self.gateway, &mut section, Effect::LeftOut, why);
@@ -195,6 +219,31 @@ impl<'d> Importer<'d> {
         }
     }
 
+    /// An Ingress of another controller, or of one with other addresses.
+    fn note_class(&mut self, class: Option<&'d Entry>, annotations: &Annotations<'d>, section: &mut Section) {
+        if let Some(class) = class {
+            let name = class.node.text().unwrap_or_default();
+            let first = *self.class.get_or_insert(name);
+            if !name.contains("nginx") {
+                let why = "it is for another controller; its paths are read as those of ingress-nginx";
+                class.note_at(&mut self.gateway, section, Effect::Differs, why);
+            }
+            if first != name {
+                let why = format!(
+                    "the class of the first Ingress is `{first}`, and routes apply to all addresses: import those of other \
+                     addresses alone, for another gateway"
+                );
+                class.note_at(&mut self.gateway, section, Effect::Differs, &why);
+            }
+        }
+        for entry in annotations.0.map_or(&[][..], Node::entries) {
+            if OTHER_CONTROLLERS.iter().any(|prefix| entry.key.starts_with(prefix)) {
+                let why = "an annotation of another controller, which may limit requests";
+                entry.note_at(&mut self.gateway, section, Effect::NotEnforced, why);
+            }
+        }
+    }
+
     fn add_routes(
         &mut self,
         hosts: Vec<String>,
@@ -220,11 +269,11 @@ impl<'d> Importer<'d> {
             _ if is_regex => match self.regex_patterns(path, kind, &host, annotations, &mut section, node) {
                 Some(patterns) => patterns,
                 None => {
-                    let why = "routes cannot express this regular expression";
-                    node.setting("path")
-                        .into_iter()
-                        .for_each(|entry| entry.note(&mut self.gateway, Effect::NotEnforced, why));
-                    return;
+                    node.setting("path").into_iter().for_each(Entry::leave_out);
+                    let text = format!("`path: {path}`: routes cannot express this regular expression");
+                    // Without case, literal text may match other paths.
+                    let dropped = Route { hosts, path: widened(""), section, ..Route::default() };
+                    return self.gateway.drop_routes(vec![dropped], &node.position, text);
                 }
             },
             Some("Prefix") => segments(if path == "/" { path } else { path.trim_end_matches('/') }),

@@ -13,7 +13,7 @@ use crate::kong_plugins::treatment;
 use crate::network::{Network, difference};
 use crate::path::{literal, of_regex, prefix, segments, widened, within_segment};
 use crate::rate::{Window, duration_text, period_text};
-use crate::route_order::keep_order;
+use crate::route_order::{keep_order, note_dropped};
 use crate::source::{Effect, ImportError};
 use crate::tree::{Entry, Node, nothing_in, read_all, translated};
 use crate::{Files, Translated};
@@ -79,6 +79,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     let nested = services.iter().flat_map(|service| service.list_of("routes"));
     let owners: Vec<&Node> = nested.chain(routes).chain(services.iter().copied()).collect();
     importer.note_plugins_of_consumers(&owners);
+    note_dropped(&mut importer.gateway);
     importer.gateway.write_refusals();
     keep_order(&mut importer.gateway, "Kong");
     importer.add_clients();

@@ -91,6 +91,11 @@ pub struct Import {
 }
 
 impl Import {
+    /// How many limits or access rules are missing.
+    pub fn not_enforced(&self) -> usize {
+        self.notes.iter().filter(|note| note.effect == Effect::NotEnforced).count()
+    }
+
     /// What was translated, and each difference with its line.
     pub fn report(&self, product: &Product) -> String {
         let (translated, total, unit) = (self.translated, self.total, product.unit);
@@ -98,7 +103,7 @@ impl Import {
         for note in &self.notes {
             report.push_str(&format!("  {note}\n"));
         }
-        match self.notes.iter().filter(|note| note.effect == Effect::NotEnforced).count() {
+        match self.not_enforced() {
             0 => {}
             1 => report.push_str("transom: a limit or access rule is not enforced, see above\n"),
             count => report.push_str(&format!("transom: {count} limits or access rules are not enforced, see above\n")),
@@ -114,7 +119,6 @@ pub fn import(product: &Product, files: &Files, paths: &[PathBuf]) -> Result<Imp
     let Translated { mut gateway, total, translated } = (product.import)(files, paths)?;
     gateway.listen.set("admin", ADMIN);
     gateway.remove_repeated_servers();
-    route_order::note_dropped(&mut gateway);
     let names: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
     let heading = format!("Imported from {} with `transom import {}`.", names.join(", "), product.name);
     loop {

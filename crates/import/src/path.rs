@@ -259,7 +259,7 @@ fn segment_class(text: &str) -> Option<&str> {
 }
 
 /// The text that an expression without operators matches.
-fn literal_regex(regex: &str) -> Option<String> {
+pub fn literal_regex(regex: &str) -> Option<String> {
     let mut text = String::new();
     let mut chars = regex.chars();
     while let Some(c) = chars.next() {

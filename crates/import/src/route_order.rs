@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use crate::gateway::{Gateway, Route, Section, Value};
 use crate::network::networks_of_both;
-use crate::path::{Common, common, precedes};
+use crate::path::{Common, common, covers, precedes};
 use crate::source::Effect;
 
 /// Most routes that are added.
@@ -85,8 +85,10 @@ pub fn keep_order(gateway: &mut Gateway, product: &str) {
 pub fn note_dropped(gateway: &mut Gateway) {
     for (dropped, position, text) in std::mem::take(&mut gateway.dropped) {
         let pairs = dropped.iter().flat_map(|dropped| gateway.routes.iter().map(move |other| (dropped, other)));
-        let others: Vec<(&Route, &Route)> =
+        let mut others: Vec<(&Route, &Route)> =
             { pairs }.filter(|(dropped, other)| may_match_both(dropped, other)).collect();
+        // One that has all of its requests is shown.
+        others.sort_by_key(|(dropped, other)| !covers(&other.path, &dropped.path));
         let weaker = others.iter().find(|(dropped, other)| dropped.section.restricts_more(&other.section));
         let effect = if weaker.is_some() { Effect::NotEnforced } else { Effect::LeftOut };
         let outcome = match weaker.or(others.first()) {

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use crate::gateway::{Gateway, Named, Route, Section, Value, one_or_list, table, table_name, unused_name};
 use crate::path::{covers, literal, within_segment};
 use crate::rate::{Rate, Window, windows};
-use crate::route_order::keep_order;
+use crate::route_order::{keep_order, note_dropped};
 use crate::source::{Effect, ImportError, Position};
 use crate::traefik_rule::{Alternative, parse};
 use crate::tree::{Entry, Node, nothing_in, read_all, translated};
@@ -104,6 +104,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
             entry.note(&mut importer.gateway, Effect::LeftOut, "the gateway forwards HTTP only");
         }
     }
+    note_dropped(&mut importer.gateway);
     keep_order(&mut importer.gateway, "Traefik");
     Ok(translated(&documents, importer.gateway))
 }
@@ -150,7 +151,10 @@ fn main_point<'d>(points: &[&'d Entry], routers: &[&'d Entry]) -> Option<&'d str
     let names: Vec<&str> = points.iter().map(|point| point.key.as_str()).chain(of_routers).collect();
     let rank = |name: &str| {
         let point = points.iter().find(|point| point.key == name).map(|point| &point.node);
-        let count = routers.iter().filter(|router| serves(router, points, name)).count();
+        // The dashboard of Traefik, for example, is not imported.
+        let is_of_files =
+            |router: &Entry| router.node.text_of("service").is_none_or(|service| in_files(service).is_some());
+        let count = routers.iter().filter(|router| is_of_files(router) && serves(router, points, name)).count();
         let is_loopback = point.and_then(|point| point.text_of("address")).is_some_and(is_loopback);
         let middlewares = point.map_or(0, |point| settings_of(point)[0].len());
         (point.is_some(), count > 0, !is_loopback, point.and_then(redirections).is_none(), count, middlewares)
@@ -592,6 +596,7 @@ impl<'d> Importer<'d> {
             }
             (None, None) => {
                 service.note(&mut self.gateway, Effect::LeftOut, "only `loadBalancer` and `weighted` are translated");
+                service.node.leave_out();
                 return None;
             }
         };

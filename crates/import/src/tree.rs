@@ -161,9 +161,14 @@ impl Node {
         entries
     }
 
+    /// All settings, without reading them.
+    pub fn entries(&self) -> &[Entry] {
+        if let Content::Map(entries) = &self.content { entries } else { &[] }
+    }
+
     /// Whether none of the settings was read.
     pub fn is_unread(&self) -> bool {
-        matches!(&self.content, Content::Map(entries) if entries.iter().all(|entry| entry.fate.get() == Fate::Unread))
+        self.entries().iter().all(|entry| entry.fate.get() == Fate::Unread)
     }
 
     /// Marks the settings as not translated, without a note of their own.

@@ -362,6 +362,13 @@ impl TemplateVariables<'_, '_> {
                 Variable::Param(position) => out.push_str(self.param(*position)),
             }
         }
+        // `?{query}` without a query.
+        if let [.., TemplatePart::Variable(Variable::Query)] = text.0[..]
+            && self.request.uri.query().is_none_or(str::is_empty)
+            && out.ends_with('?')
+        {
+            out.pop();
+        }
         HeaderValue::try_from(out).ok()
     }
 }

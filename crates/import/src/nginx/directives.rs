@@ -128,6 +128,7 @@ const REASONS: &[(&str, &str)] = &[
     ("ignore_invalid_headers", "requests with invalid fields are refused"),
     ("merge_slashes", "repeated slashes become one"),
     ("proxy_pass_request_headers", "the fields of requests are forwarded"),
+    ("rewrite_by_lua", "the gateway runs no code"),
     ("rewrite", "of regular expressions, only those for a whole prefix can be expressed"),
     ("if", "the gateway has no conditions but those of routes"),
     ("slow_start", "see `slow_start` of the upstream"),
@@ -152,6 +153,9 @@ const ACCESS: &[&str] = &[
     "deny",
     "modsecurity",
     "modsecurity_rules_file",
+    "rewrite_by_lua",
+    "rewrite_by_lua_block",
+    "rewrite_by_lua_file",
     "include",
 ];
 
@@ -178,6 +182,11 @@ pub fn needs_nothing(directive: &Directive) -> bool {
         | "auth_basic"
         | "auth_request"
         | "auth_jwt"
+        | "auth_digest"
+        | "auth_gss"
+        | "auth_ldap"
+        | "auth_oidc"
+        | "auth_pam"
         | "ssl_verify_client"
         | "proxy_redirect"
         | "proxy_cookie_domain"

@@ -5,6 +5,8 @@ use crate::network::Network;
 
 pub const IPV6_NETWORKS: &str = "rules by address count IPv6 by /64 network; `ipv6_prefix = 128` counts each address";
 
+const PLANS: &str = "; limits of some keys are plans, see docs/guides/plans.md";
+
 /// A key of a zone.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
 pub struct KeyPlan {
@@ -170,6 +172,10 @@ impl<'d> Variables<'d> {
             let plan = self.key_by_network(name, geo, map)?;
             mark_all(geo);
             plan
+        } else if let Some(groups) = Variables::block(&self.maps, source_name) {
+            let plan = self.key_by_group(name, source, groups, map)?;
+            mark_all(groups);
+            plan
         } else {
             match source_name {
                 "remote_addr" | "binary_remote_addr" => self.key_by_network(name, map, map)?,
@@ -264,12 +270,40 @@ impl<'d> Variables<'d> {
         Ok(plan)
     }
 
+    /// A map of what another map says, such as a plan. The key of its default counts all requests.
+    fn key_by_group(&self, name: &str, source: &str, groups: &Directive, map: &Directive) -> Result<KeyPlan, String> {
+        fn value<'b>(block: &'b Directive, of: &str) -> Option<&'b str> {
+            entries(block).find(|(value, _)| *value == of).map(|(_, key)| key)
+        }
+        let group = value(groups, "default").unwrap_or_default();
+        let is_any = |key: &&str| !key.is_empty();
+        let key = value(map, group).filter(is_any).or_else(|| value(map, "default")).unwrap_or_default();
+        if key.is_empty() {
+            return Err(format!("`${name}` counts only some values of `{source}`{PLANS}"));
+        }
+        if entries(map).any(|(_, other)| !other.is_empty() && other != key) {
+            return Err(format!("`${name}` has several keys{PLANS}"));
+        }
+        let mut plan = self.plain_key(key)?;
+        plan.stricter.push(format!("requests are counted whatever `{source}` is{PLANS}"));
+        Ok(plan)
+    }
+
+    /// The key of what a zone counts, if it counts only some requests.
+    pub fn counted_key(&self, text: &str) -> Option<KeyPlan> {
+        let [Part::Variable(name)] = parts(text)[..] else { return None };
+        let map = Variables::block(&self.maps, name)?;
+        let mut keys = entries(map).map(|(_, key)| key).filter(|key| !key.is_empty());
+        let key = keys.next()?;
+        keys.all(|other| other == key).then(|| self.plain_key(key).ok())?
+    }
+
     /// A map of a field, cookie or parameter.
     fn key_by_value(&self, name: &str, source: &str, map: &Directive) -> Result<KeyPlan, String> {
         let of_source = KeyPlan::of_text(source);
         let default = entries(map).find(|(value, _)| *value == "default").map_or("", |(_, key)| key);
         if default.is_empty() {
-            return Err(format!("`${name}` counts only some values of `{source}`"));
+            return Err(format!("`${name}` counts only some values of `{source}`{PLANS}"));
         }
         if default != source {
             let mut plan = self.plain_key(default)?;

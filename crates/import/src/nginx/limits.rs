@@ -13,6 +13,8 @@ use crate::source::Effect;
 struct Zone<'d> {
     directive: &'d Directive,
     key: Result<KeyPlan, String>,
+    /// The key of what a zone counts that counts only some requests.
+    counted: Option<KeyPlan>,
     rate: Option<(u64, u64)>,
 }
 
@@ -50,10 +52,27 @@ impl<'d> Limits<'d> {
                 let Some(zone) = directive.option("zone").and_then(|zone| zone.split(':').next()) else { continue };
                 let key = variables.key(directive.argument());
                 let rate = directive.option("rate").and_then(rate);
-                zones.entry((kind, zone.to_owned())).or_insert(Zone { directive, key, rate });
+                let counted = if key.is_err() { variables.counted_key(directive.argument()) } else { None };
+                zones.entry((kind, zone.to_owned())).or_insert(Zone { directive, key, counted, rate });
             }
         }
         Limits { zones, uses: BTreeMap::new() }
+    }
+
+    /// A zone beside that of a `limit_req`, which counts all requests by the key of the latter, with a limit that is no larger.
+    fn stricter_zone(&self, scope: &Scope<'d>, directive: &Directive) -> Option<&'d str> {
+        let zone = |directive: &Directive| self.zones.get(&("limit_req", directive.option("zone")?.to_owned()));
+        let burst =
+            |directive: &Directive| directive.option("burst").and_then(|burst| burst.parse().ok()).unwrap_or(0_u64);
+        let own = zone(directive)?;
+        let counted = own.counted.as_ref()?;
+        let is_stricter = |other: &&&'d Directive| {
+            let Some(Zone { key: Ok(key), rate: Some(rate), .. }) = zone(other) else { return false };
+            let is_of_all = key.exemptions.is_empty() && key.methods.is_empty() && key.per_server == counted.per_server;
+            let has_key = key.parts == counted.parts && key.on_missing == counted.on_missing;
+            is_of_all && has_key && own.rate.is_some_and(|own| *rate <= own) && burst(other) <= burst(directive)
+        };
+        scope.all(&["limit_req"]).iter().find(is_stricter).and_then(|other| other.option("zone"))
     }
 }
 
@@ -90,7 +109,14 @@ impl<'d> Importer<'d> {
                     }
                     Err(why) => {
                         zone_directive.mark(Fate::LeftOut);
-                        self.note_at(section, Effect::NotEnforced, directive, &why);
+                        match self.limits.stricter_zone(scope, directive) {
+                            Some(zone) => {
+                                let why =
+                                    format!("{why}; here, the zone `{zone}` counts the same with a stricter limit");
+                                self.note_at(section, Effect::LeftOut, directive, &why);
+                            }
+                            None => self.note_at(section, Effect::NotEnforced, directive, &why),
+                        }
                         continue;
                     }
                 };
@@ -198,7 +224,8 @@ impl<'d> Importer<'d> {
         };
         let Some(smallest) = uses.iter().min_by_key(|one| burst(one)) else { return };
         if let Some(larger) = uses.iter().find(|one| burst(one) > burst(smallest)) {
-            let why = "the rule has the smallest burst of the zone, because its locations share the counters";
+            let why = "the rule has the smallest burst of the zone, because its locations share the counters: for its own, write a rule for \
+                       this location alone";
             self.note_at(section, Effect::Stricter, larger.directive, why);
         }
         let rate = Rate { requests, period_ms, burst: burst(smallest) };
@@ -239,7 +266,8 @@ impl<'d> Importer<'d> {
         let limit = |one: &Use| one.directive.arguments.get(1).and_then(|limit| limit.parse::<u64>().ok()).unwrap_or(1);
         let Some(smallest) = uses.iter().min_by_key(|one| limit(one)) else { return };
         if let Some(larger) = uses.iter().find(|one| limit(one) > limit(smallest)) {
-            let why = "the rule has the smallest limit of the zone, because its locations share the counters";
+            let why = "the rule has the smallest limit of the zone, because its locations share the counters: for its own, write a rule for \
+                       this location alone";
             self.note_at(section, Effect::Stricter, larger.directive, why);
         }
         section.set("concurrent", Value::Number(limit(smallest).max(1)));

@@ -2,13 +2,14 @@
 
 use super::keys::mark_all;
 use super::limits::RuleUse;
+use super::redirects::Redirect;
 use super::servers::Server;
 use super::syntax::{Directive, Fate};
 use super::upstreams::Target;
 use super::{Importer, Scope, directives, duration, heading, note_unread_at, size, size_text, template};
 use crate::gateway::{Route, Section, Value, one_or_list, table};
 use crate::network::{Network, difference, intersection};
-use crate::path::{Common, common, covers, literal, of_regex, precedes, prefix, segments, within_segment};
+use crate::path::{Common, common, covers, literal, of_regex, precedes, prefix, segments, widened, within_segment};
 use crate::rate::duration_text;
 use crate::source::Effect;
 
@@ -68,7 +69,20 @@ const OTHER_HANDLERS: [&str; 7] = [
     "js_content",
 ];
 /// Directives that require credentials.
-const AUTHENTICATION: [&str; 4] = ["auth_basic", "auth_request", "auth_jwt", "secure_link"];
+const AUTHENTICATION: [&str; 12] = [
+    "auth_basic",
+    "auth_request",
+    "auth_jwt",
+    "auth_digest",
+    "auth_gss",
+    "auth_ldap",
+    "auth_oidc",
+    "auth_pam",
+    "secure_link",
+    "access_by_lua",
+    "access_by_lua_block",
+    "access_by_lua_file",
+];
 /// Longer lists are written as the denied networks, if these are fewer.
 const LISTED_NETWORKS: usize = 16;
 /// Most patterns of a location.
@@ -79,6 +93,8 @@ const NETWORKS_MAX: usize = 10_000;
 impl<'d> Importer<'d> {
     pub(super) fn add_locations(&mut self, server: &Server<'d>, routes: &ServerRoutes) {
         let scope = &server.scope;
+        let rewrites = server.redirects(scope);
+        rewrites.iter().for_each(|rewrite| self.add_redirect(routes, rewrite, scope, server));
         if let Some(answer) = scope.own("return") {
             let mut section = Section::default();
             self.set_return(&mut section, answer, server);
@@ -89,7 +105,11 @@ impl<'d> Importer<'d> {
         }
         let mut redirect = self.https_redirect(server);
         let mut locations = Vec::new();
-        self.collect(server.block.children(), scope, &mut locations);
+        self.collect(server.block.children(), scope, &routes.hosts, &mut locations);
+        let rewritten: Vec<String> = rewrites.iter().map(|rewrite| rewrite.pattern.replace("{more}", "*")).collect();
+        for location in &mut locations {
+            location.patterns.retain(|pattern| !rewritten.iter().any(|rewritten| covers(rewritten, pattern)));
+        }
         remove_unreachable(&mut locations, &mut self.gateway);
         // The more specific location has a pattern that two have, such as `/api/{*rest}`.
         remove_repeated(&mut locations, |location| match location.kind {
@@ -102,7 +122,7 @@ impl<'d> Importer<'d> {
         for location in locations {
             self.add_location(server, routes, location, redirect.take(), &all);
         }
-        if routes.needs_fallback && !all.iter().any(|pattern| pattern == "/{*rest}") {
+        if routes.needs_fallback && !all.iter().chain(&rewritten).any(|pattern| pattern == "/{*rest}") {
             let mut section = Section::default();
             section.comment("nginx serves files here. Without this route, those of other servers would match.");
             section.set("respond", table([("status", 404.into())]));
@@ -126,7 +146,22 @@ impl<'d> Importer<'d> {
         Some((condition, section))
     }
 
-    fn collect(&mut self, block: &'d [Directive], scope: &Scope<'d>, locations: &mut Vec<Location<'d>>) {
+    fn add_redirect(&mut self, routes: &ServerRoutes, redirect: &Redirect<'d>, scope: &Scope<'d>, server: &Server<'d>) {
+        let directive = redirect.directive;
+        let mut section = redirect.section();
+        section.comment(heading(&directive.text(), &directive.position));
+        self.set_response_fields(&mut section, scope, server.names.first().map(String::as_str));
+        directive.mark(Fate::Translated);
+        self.add_routes(routes, std::slice::from_ref(&redirect.pattern), &[], section, directive);
+    }
+
+    fn collect(
+        &mut self,
+        block: &'d [Directive],
+        scope: &Scope<'d>,
+        hosts: &[String],
+        locations: &mut Vec<Location<'d>>,
+    ) {
         for block in block.iter().filter(|child| child.name == "location") {
             let (modifier, path) = match block.arguments.as_slice() {
                 [modifier, path] => (modifier.as_str(), path.as_str()),
@@ -167,9 +202,16 @@ impl<'d> Importer<'d> {
                         (Kind::Regex, patterns)
                     }
                     None => {
-                        let why = "routes cannot express this regular expression: other locations match these paths";
-                        let effect = if restricts(block) { Effect::NotEnforced } else { Effect::LeftOut };
-                        self.note(effect, block, why);
+                        block.mark(Fate::LeftOut);
+                        let mut section = Section::default();
+                        if restricts(block) {
+                            section.set("rules", vec![block.text()]);
+                        }
+                        // Without case, literal text may match other paths.
+                        let path = widened(if modifier == "~" { path } else { "" });
+                        let route = Route { hosts: hosts.to_vec(), path, section, ..Route::default() };
+                        let text = format!("`{}`: routes cannot express this regular expression", block.text());
+                        self.gateway.drop_routes(vec![route], &block.position, text);
                         continue;
                     }
                 },
@@ -178,7 +220,7 @@ impl<'d> Importer<'d> {
             block.mark(Fate::Translated);
             let inner = scope.inner(block.children());
             locations.push(Location { block, scope: inner.clone(), patterns, kind, section });
-            self.collect(block.children(), &inner, locations);
+            self.collect(block.children(), &inner, hosts, locations);
         }
     }
 
@@ -212,14 +254,14 @@ impl<'d> Importer<'d> {
         redirect: Option<(&'d Directive, Section)>,
         all: &[String],
     ) {
-        let Location { block, scope, patterns, kind, mut section } = location;
+        let Location { block, scope, mut patterns, kind, mut section } = location;
         if let Some((condition, redirect)) = redirect {
             let routes = ServerRoutes { scheme: Some("http"), hosts: routes.hosts.clone(), ..*routes };
             self.add_routes(&routes, &["/{*rest}".to_owned()], &[], redirect, condition);
         }
         if patterns.is_empty() {
             if block.fate.get() == Fate::Translated {
-                self.note(Effect::LeftOut, block, "other locations precede it");
+                self.note(Effect::LeftOut, block, "other locations or redirects precede it");
             }
             return;
         }
@@ -229,8 +271,24 @@ impl<'d> Importer<'d> {
             section.set("respond", table([("status", 404.into())]));
             return self.add_routes(routes, &patterns, &[], section, block);
         }
+        let own = patterns.clone();
+        for (redirect, pattern) in server.redirects(&scope).iter().flat_map(|one| own.iter().map(move |own| (one, own)))
+        {
+            let Some(both) = redirect.of_both(pattern) else { continue };
+            let is_others =
+                |other: &String| !own.contains(other) && precedes(other, pattern) && covers(other, &both.pattern);
+            if !all.iter().any(is_others) {
+                patterns.retain(|pattern| *pattern != both.pattern);
+                self.add_redirect(routes, &both, &scope, server);
+            }
+        }
+        if patterns.is_empty() {
+            return block.children().iter().filter(|child| child.name != "location").for_each(mark_all);
+        }
         if let Some(answer) = scope.own("return") {
             // nginx responds before it counts and before it checks addresses.
+            let unneeded = |child: &&Directive| directives::limits_access(&child.name) && child.block.is_none();
+            block.children().iter().filter(unneeded).for_each(mark_all);
             self.set_return(&mut section, answer, server);
             self.set_response_fields(&mut section, &scope, server.names.first().map(String::as_str));
             note_unread_at(block.children(), &mut self.gateway, &mut section);
@@ -438,7 +496,8 @@ impl<'d> Importer<'d> {
         kind: Kind,
     ) {
         let rewrites: Vec<&'d Directive> = scope.levels.last().map_or_else(Vec::new, |level| {
-            level.iter().filter(|directive| directive.name == "rewrite").copied().collect()
+            let is_left = |directive: &&&Directive| directive.name == "rewrite" && directive.fate.get() == Fate::Unread;
+            level.iter().filter(is_left).copied().collect()
         });
         if let [rewrite] = rewrites[..] {
             let flag = rewrite.arguments.get(2).map_or("", String::as_str);
@@ -507,7 +566,7 @@ impl<'d> Importer<'d> {
     fn set_access(&mut self, section: &mut Section, scope: &Scope<'d>) {
         let satisfy_any = scope.one("satisfy").is_some_and(|satisfy| satisfy.argument() == "any");
         let is_on = |directive: &&Directive| directive.argument() != "off";
-        let authentication = AUTHENTICATION.iter().find_map(|name| scope.one(name)).filter(is_on);
+        let authentication = AUTHENTICATION.iter().find_map(|name| scope.one(name).filter(is_on));
         // With `satisfy any`, credentials decide about addresses that no directive names.
         let access = self.access(section, scope, !(satisfy_any && authentication.is_some()));
         if let Some(authentication) = authentication {

@@ -1,12 +1,13 @@
 //! Imports nginx.conf: servers, locations, `limit_req`, `limit_conn`, `allow` and `deny`, upstreams, TLS, addresses of proxies.
 //!
 //! `syntax` reads the directives, `keys` what a zone counts by, `limits` makes rules of zones, `servers` selects the servers and their
-//! addresses, `locations` makes routes. Unread directives are noted as left out in the end.
+//! addresses, `locations` and `redirects` make routes. Unread directives are noted as left out in the end.
 
 mod directives;
 pub mod keys;
 mod limits;
 mod locations;
+mod redirects;
 mod servers;
 mod syntax;
 mod upstreams;
@@ -86,6 +87,7 @@ pub fn import(files: &Files, paths: &[PathBuf]) -> Result<Translated, ImportErro
     importer.import_global_settings();
     importer.add_rules();
     let mut gateway = importer.gateway;
+    crate::route_order::note_dropped(&mut gateway);
     gateway.write_refusals();
     note_unread(&all, &mut gateway);
     let (mut total, mut translated) = (0, 0);

@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use super::locations::ServerRoutes;
+use super::redirects::{Redirect, redirects};
 use super::syntax::{Directive, Fate};
 use super::{Importer, Scope, heading, note_unread_at};
 use crate::gateway::{Section, Value};
@@ -36,6 +37,11 @@ impl Server<'_> {
     pub fn label(&self) -> String {
         let name = self.names.first().map_or("default", String::as_str);
         name.trim_start_matches("*.").to_owned()
+    }
+
+    /// Those of a block of the server.
+    pub fn redirects<'d>(&self, scope: &Scope<'d>) -> Vec<Redirect<'d>> {
+        redirects(scope.levels.last().map_or(&[], Vec::as_slice), self.names.first().map(String::as_str))
     }
 
     fn listens_at(&self, address: &str, is_tls: bool) -> bool {
