@@ -63,7 +63,9 @@ fn import_files(options: &Options) -> Result<(), Failure> {
     }
     print_err!("{}", import.report(product).trim_end());
     match options.strict && import.not_enforced() > 0 {
-        true => Err(Failure(Exit::BadConfig, "transom: `--strict` does not accept this\n".to_owned())),
+        true => {
+            Err(Failure(Exit::BadConfig, "transom: limits or access rules are not enforced (`--strict`)\n".to_owned()))
+        }
         false => Ok(()),
     }
 }

@@ -218,6 +218,8 @@ pub struct Route {
     pub section: Section,
     /// The product takes the greatest one of the routes that match. Empty if the order is that of the gateway.
     pub rank: Vec<i64>,
+    /// Whether capital letters of the path count as small ones. Only of routes that cannot be expressed.
+    pub ignores_case: bool,
     /// Where the imported configuration has it.
     pub position: Option<Position>,
 }

@@ -238,8 +238,14 @@ impl<'d> Importer<'d> {
         }
         for entry in annotations.0.map_or(&[][..], Node::entries) {
             if OTHER_CONTROLLERS.iter().any(|prefix| entry.key.starts_with(prefix)) {
-                let why = "an annotation of another controller, which may limit requests";
-                entry.note_at(&mut self.gateway, section, Effect::NotEnforced, why);
+                // The controllers of F5 and of the community may have the same class.
+                let is_ignored = !entry.key.starts_with("nginx.")
+                    && class.and_then(|class| class.node.text()).is_some_and(|class| class.contains("nginx"));
+                let (effect, why) = match is_ignored {
+                    true => (Effect::LeftOut, "an annotation of another controller, which ingress-nginx ignores"),
+                    false => (Effect::NotEnforced, "an annotation of another controller, which may limit requests"),
+                };
+                entry.note_at(&mut self.gateway, section, effect, why);
             }
         }
     }
@@ -271,8 +277,8 @@ impl<'d> Importer<'d> {
                 None => {
                     node.setting("path").into_iter().for_each(Entry::leave_out);
                     let text = format!("`path: {path}`: routes cannot express this regular expression");
-                    // Without case, literal text may match other paths.
-                    let dropped = Route { hosts, path: widened(""), section, ..Route::default() };
+                    let path = widened(&format!("^{}", path.trim_start_matches('^')));
+                    let dropped = Route { hosts, path, section, ignores_case: true, ..Route::default() };
                     return self.gateway.drop_routes(vec![dropped], &node.position, text);
                 }
             },

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use transom_limiter::secret_digest::Digest;
 
 use crate::gateway::{Gateway, Named, NamedFile, Route, Section, Value, one_or_list, table, table_name, unused_name};
-use crate::kong_plugins::treatment;
+use crate::kong_plugins::{RESPONDING, treatment};
 use crate::network::{Network, difference};
 use crate::path::{literal, of_regex, prefix, segments, widened, within_segment};
 use crate::rate::{Window, duration_text, period_text};
@@ -224,7 +224,7 @@ impl<'d> Importer<'d> {
             }
         }
         // What closes a route precedes other responses, and what is missing then is not needed.
-        plugins.sort_by_key(|(name, _)| treatment(name).0 != Effect::Stricter);
+        plugins.sort_by_key(|(name, _)| (treatment(name).0 != Effect::Stricter, !RESPONDING.contains(name)));
         plugins
     }
 
@@ -287,8 +287,10 @@ impl<'d> Importer<'d> {
                         entry.note_at(&mut self.gateway, section, effect, why);
                     }
                     plugin.setting("config").into_iter().for_each(Entry::leave_out);
-                    if effect == Effect::Stricter {
-                        section.close(403);
+                    match effect {
+                        Effect::Stricter => section.close(403),
+                        _ if RESPONDING.contains(&name) && !section.is_closed() => section.close(503),
+                        _ => {}
                     }
                 }
             }
@@ -656,7 +658,9 @@ impl<'d> Importer<'d> {
         let number = |part: &str, name: &str| active.node.get(part).and_then(|part| part.number_of(name)).unwrap_or(0);
         let least =
             |all: &[(&str, &str)]| all.iter().map(|(part, name)| number(part, name)).filter(|number| *number > 0).min();
-        let Some(interval) = least(&[("healthy", "interval"), ("unhealthy", "interval")]) else {
+        let intervals =
+            ["healthy", "unhealthy"].map(|part| active.node.get(part)?.get("interval").and_then(milliseconds));
+        let Some(interval) = intervals.into_iter().flatten().min() else {
             return active.node.mark_read();
         };
         if let Some(kind) =
@@ -670,11 +674,11 @@ impl<'d> Importer<'d> {
                 "servers are checked by HTTP only, see `health`",
             );
         }
-        let milliseconds = |seconds: u64| Value::from(duration_text(seconds.min(86_400) * 1000));
+        let timeout = active.node.get("timeout").and_then(milliseconds);
         let mut health = vec![
             ("path".to_owned(), active.node.text_of("http_path").unwrap_or("/").into()),
-            ("interval".to_owned(), milliseconds(interval)),
-            ("timeout".to_owned(), milliseconds(active.node.number_of("timeout").unwrap_or(1).max(1))),
+            ("interval".to_owned(), duration_text(interval).into()),
+            ("timeout".to_owned(), duration_text(timeout.unwrap_or(1000)).into()),
         ];
         let statuses: Vec<u64> = active
             .node
@@ -1060,6 +1064,12 @@ fn set_path(section: &mut Section, pattern: &mut String, path: &str, strips: boo
             section.set("replace_prefix", table([("from", "/".into()), ("to", format!("{}/", literal(to)).into())]));
         }
     }
+}
+
+/// A number of seconds above 0, which may have a fraction, as the gateway accepts it.
+fn milliseconds(seconds: &Node) -> Option<u64> {
+    let seconds: f64 = seconds.text()?.parse().ok().filter(|seconds| *seconds > 0.0)?;
+    Some(((seconds * 1000.0).round() as u64).clamp(10, 86_400_000))
 }
 
 fn set_timeouts(section: &mut Section, service: &Node) {

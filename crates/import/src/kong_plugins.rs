@@ -2,6 +2,10 @@
 
 use crate::source::Effect;
 
+/// Plugins that respond by themselves, or that make another request than that of the client. A route without them responds with 503.
+pub const RESPONDING: &[&str] =
+    &["aws-lambda", "azure-functions", "confluent", "degraphql", "kafka-upstream", "mocking", "redirect"];
+
 /// Plugins by name: in what a route without them differs, and why. A route with a plugin that is `Stricter` is closed.
 const PLUGINS: &[(Effect, &str, &[&str])] = &[
     // These are translated.
@@ -111,6 +115,11 @@ const PLUGINS: &[(Effect, &str, &[&str])] = &[
     ),
     (
         Effect::LeftOut,
+        "requests do not reach the service as they are, and the gateway has no such plugin: the route responds with 503",
+        RESPONDING,
+    ),
+    (
+        Effect::LeftOut,
         "the gateway has no such plugin",
         &[
             "ai-prompt-compressor",
@@ -122,19 +131,12 @@ const PLUGINS: &[(Effect, &str, &[&str])] = &[
             "ai-request-transformer",
             "ai-response-transformer",
             "app-dynamics",
-            "aws-lambda",
-            "azure-functions",
             "canary",
-            "confluent",
-            "degraphql",
             "exit-transformer",
             "forward-proxy",
             "grpc-gateway",
             "grpc-web",
             "jq",
-            "kafka-upstream",
-            "mocking",
-            "redirect",
             "request-transformer-advanced",
             "response-transformer-advanced",
             "route-by-header",

@@ -1,5 +1,7 @@
 //! Patterns of routes for the prefixes and regular expressions of other products.
 
+use std::cmp::Reverse;
+
 /// What a route for a prefix ends with.
 const REST: &str = "{*rest}";
 
@@ -92,7 +94,12 @@ pub fn common(one: &str, other: &str) -> Common {
 
 /// Whether the router takes the first pattern for paths that match both.
 pub fn precedes(one: &str, other: &str) -> bool {
-    let difference = one.split('/').zip(other.split('/')).map(|(one, other)| (Segment::of(one), Segment::of(other)));
+    // Of segments with literal text, the one with more of it.
+    let order = |text: &str| match Segment::of(text) {
+        Segment::Partial => (Segment::Partial, Reverse(literal_length(text))),
+        segment => (segment, Reverse(0)),
+    };
+    let difference = one.split('/').zip(other.split('/')).map(|(one, other)| (order(one), order(other)));
     { difference }.find(|(one, other)| one != other).is_some_and(|(one, other)| one < other)
 }
 
@@ -117,12 +124,19 @@ impl Segment {
     }
 }
 
+/// The length of a segment without wildcards.
+fn literal_length(segment: &str) -> usize {
+    let parts = segment.split(['*', '{']);
+    parts.map(|part| part.rsplit_once('}').map_or(part, |(_, text)| text).len()).sum()
+}
+
 /// The segment that matches what both match, or none if there is no such segment; `None` if nothing matches both.
 fn common_segment<'s>(one: &'s str, other: &'s str) -> Option<Option<&'s str>> {
     if one == other {
         return Some(Some(one));
     }
-    let (narrow, wide) = if Segment::of(one) <= Segment::of(other) { (one, other) } else { (other, one) };
+    let order = |text| (Segment::of(text), Reverse(literal_length(text)));
+    let (narrow, wide) = if order(one) <= order(other) { (one, other) } else { (other, one) };
     match (Segment::of(narrow), Segment::of(wide)) {
         (Segment::Literal, Segment::Literal) => None,
         (_, Segment::Parameter | Segment::Rest) => (!narrow.is_empty()).then_some(Some(narrow)),
@@ -135,8 +149,8 @@ fn common_segment<'s>(one: &'s str, other: &'s str) -> Option<Option<&'s str>> {
             let is_exact = kind == Segment::Literal && wide.matches(['*', '{']).count() == 1;
             match is_exact {
                 true => (is_possible && narrow.len() > start.len() + end.len()).then_some(Some(narrow)),
-                // The same pattern with a name, such as `api{more}` for `api*`.
-                false if ends(narrow) == Some((start, end)) && wide.matches(['*', '{']).count() == 1 => {
+                // Such as `api-v1*` and `api*`, or the same pattern with a name: `api{more}` and `api*`.
+                false if first.starts_with(start) && last.ends_with(end) && wide.matches(['*', '{']).count() == 1 => {
                     Some(Some(narrow))
                 }
                 false => is_possible.then_some(None),
@@ -324,6 +338,8 @@ mod tests {
             ("/a/*.css", "/a/.css", "Nothing"),
             ("/a/*.css", "/a/*.js", "Nothing"),
             ("/a/*.css", "/a/x*", "Unknown"),
+            ("/blog*/b", "/blog-x*/{*rest}", "/blog-x*/b"),
+            ("/a*.css", "/ab*.css", "/ab*.css"),
             ("/a/{p1}", "/a/x*", "/a/x*"),
             ("/a", "/a/{*rest}", "Nothing"),
             ("/a*/b", "/ab/{*rest}", "/ab/b"),
@@ -333,6 +349,7 @@ mod tests {
         }
         assert!(precedes("/api/v1/{*rest}", "/api/{p1}/admin") && !precedes("/api/{p1}/admin", "/api/v1/{*rest}"));
         assert!(!precedes("/a/{p1}", "/a/{p2}"));
+        assert!(precedes("/blog-x*", "/blog*") && !precedes("/blog*", "/blog-x{more}") && !precedes("/a*", "/a{more}"));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The order of routes: products that try them in an order of their own, and the gateway, which takes the most specific one.
 
+use std::borrow::Cow;
 use std::cmp::Ordering;
 
 use crate::gateway::{Gateway, Route, Section, Value};
@@ -88,7 +89,8 @@ pub fn note_dropped(gateway: &mut Gateway) {
         let mut others: Vec<(&Route, &Route)> =
             { pairs }.filter(|(dropped, other)| may_match_both(dropped, other)).collect();
         // One that has all of its requests is shown.
-        others.sort_by_key(|(dropped, other)| !covers(&other.path, &dropped.path));
+        others
+            .sort_by_key(|(dropped, other)| !covers(&dropped.compared(&other.path), &dropped.compared(&dropped.path)));
         let weaker = others.iter().find(|(dropped, other)| dropped.section.restricts_more(&other.section));
         let effect = if weaker.is_some() { Effect::NotEnforced } else { Effect::LeftOut };
         let outcome = match weaker.or(others.first()) {
@@ -99,10 +101,10 @@ pub fn note_dropped(gateway: &mut Gateway) {
     }
 }
 
-fn may_match_both(one: &Route, other: &Route) -> bool {
-    hosts_of_both(one, other)
-        && conditions_of_both(one, other).is_some()
-        && common(&one.path, &other.path) != Common::Nothing
+fn may_match_both(dropped: &Route, other: &Route) -> bool {
+    hosts_of_both(dropped, other)
+        && conditions_of_both(dropped, other).is_some()
+        && common(&dropped.compared(&dropped.path), &dropped.compared(&other.path)) != Common::Nothing
 }
 
 /// Whether a request may have a host of both.
@@ -120,6 +122,11 @@ impl Route {
         let fields: String = self.headers.iter().chain(&self.query).map(|(name, _)| format!(" with {name}")).collect();
         let methods = self.methods.join(",");
         format!("{methods} {}{}{fields}", self.hosts.join(","), self.path).trim_start().to_owned()
+    }
+
+    /// A path as one that is compared with its own.
+    fn compared<'p>(&self, path: &'p str) -> Cow<'p, str> {
+        if self.ignores_case { path.to_lowercase().into() } else { path.into() }
     }
 
     /// What is done with requests.

@@ -140,27 +140,38 @@ fn points_of<'d>(router: &'d Entry, points: &[&'d Entry]) -> Vec<&'d str> {
     if named.is_empty() { defaults.collect() } else { named }
 }
 
+/// Whether requests at an entry point reach a router. One that names none is at all of them if none is known.
 fn serves(router: &Entry, points: &[&Entry], name: &str) -> bool {
-    points_of(router, points).contains(&name)
+    let points_of_router = points_of(router, points);
+    points_of_router.contains(&name) || points.is_empty() && points_of_router.is_empty()
 }
 
-/// The entry point whose routers are imported: a public one, if possible, of most routers, with most middlewares. `None` if neither
-/// entry points nor routers name any.
+/// The entry point whose routers are imported: one that has some, a public one, if possible, of most routers, with most middlewares.
+/// `None` if neither entry points nor routers name any.
 fn main_point<'d>(points: &[&'d Entry], routers: &[&'d Entry]) -> Option<&'d str> {
-    let of_routers = routers.iter().flat_map(|router| router.node.texts_of("entryPoints"));
-    let names: Vec<&str> = points.iter().map(|point| point.key.as_str()).chain(of_routers).collect();
-    let rank = |name: &str| {
-        let point = points.iter().find(|point| point.key == name).map(|point| &point.node);
+    let names_of_points = points.iter().map(|point| point.key.as_str());
+    let mut counts: Vec<(&str, usize)> = names_of_points.map(|name| (name, 0)).collect();
+    let mut places: BTreeMap<&str, usize> =
+        counts.iter().enumerate().map(|(place, (name, _))| (*name, place)).collect();
+    for router in routers {
         // The dashboard of Traefik, for example, is not imported.
-        let is_of_files =
-            |router: &Entry| router.node.text_of("service").is_none_or(|service| in_files(service).is_some());
-        let count = routers.iter().filter(|router| is_of_files(router) && serves(router, points, name)).count();
+        let is_of_files = router.node.text_of("service").is_none_or(|service| in_files(service).is_some());
+        for name in points_of(router, points) {
+            let place = *places.entry(name).or_insert(counts.len());
+            if place == counts.len() {
+                counts.push((name, 0));
+            }
+            counts[place].1 += usize::from(is_of_files);
+        }
+    }
+    let rank = |(name, count): (&str, usize)| {
+        let point = points.iter().find(|point| point.key == name).map(|point| &point.node);
         let is_loopback = point.and_then(|point| point.text_of("address")).is_some_and(is_loopback);
         let middlewares = point.map_or(0, |point| settings_of(point)[0].len());
-        (point.is_some(), count > 0, !is_loopback, point.and_then(redirections).is_none(), count, middlewares)
+        (count > 0, point.is_some(), !is_loopback, point.and_then(redirections).is_none(), count, middlewares)
     };
     // The first of several.
-    names.into_iter().rev().max_by_key(|name| rank(name))
+    counts.into_iter().rev().max_by_key(|found| rank(*found)).map(|(name, _)| name)
 }
 
 fn is_loopback(address: &str) -> bool {
@@ -295,6 +306,10 @@ impl<'d> Importer<'d> {
                 return;
             }
         };
+        if alternatives.is_empty() {
+            node.mark_read();
+            return rule.note(&mut self.gateway, Effect::LeftOut, "no request matches it");
+        }
         node.ignore(&["ruleSyntax", "observability"]);
         let has_networks = alternatives.iter().any(|alternative| !alternative.networks.is_empty());
         if has_networks && self.gateway.listen.get("trusted_proxies").is_some() {

@@ -24,7 +24,7 @@ pub struct Alternative {
     pub unknown: Option<String>,
 }
 
-/// The alternatives of a rule, or what is wrong with it.
+/// The alternatives of a rule, without those that match nothing, or what is wrong with it.
 pub fn parse(text: &str) -> Result<Vec<Alternative>, String> {
     let mut parser = RuleParser { rest: text.trim(), depth: 0 };
     let alternatives = parser.any()?;
@@ -62,7 +62,7 @@ impl<'t> RuleParser<'t> {
         let mut alternatives = self.one()?;
         while self.take("&&") {
             let others = self.one()?;
-            let both = |one: &Alternative| others.iter().map(|other| one.and(other)).collect::<Vec<_>>();
+            let both = |one: &Alternative| others.iter().filter_map(|other| one.and(other)).collect::<Vec<_>>();
             alternatives = alternatives.iter().flat_map(both).collect();
             if alternatives.len() > ALTERNATIVES_MAX {
                 return Err("it has too many alternatives".to_owned());
@@ -157,22 +157,19 @@ impl Alternative {
         Alternative { unknown: Some(why), ..Alternative::default() }
     }
 
-    /// What both match.
-    fn and(&self, other: &Alternative) -> Alternative {
+    /// What both match; `None` if nothing does, such as for two hosts.
+    fn and(&self, other: &Alternative) -> Option<Alternative> {
         let mut unknown = self.unknown.clone().or(other.unknown.clone());
-        let mut common = |one: &[String], other: &[String], what: &str| match (one, other) {
-            ([], list) | (list, []) => list.to_vec(),
+        let common = |one: &[String], other: &[String]| match (one, other) {
+            ([], list) | (list, []) => Some(list.to_vec()),
             (one, other) => {
                 let common: Vec<String> = one.iter().filter(|item| other.contains(item)).cloned().collect();
-                if common.is_empty() {
-                    unknown.get_or_insert_with(|| format!("two {what} at once"));
-                    return one.to_vec();
-                }
-                common
+                (!common.is_empty()).then_some(common)
             }
         };
-        let hosts = common(&self.hosts, &other.hosts, "hosts");
-        let methods = common(&self.methods, &other.methods, "methods");
+        let hosts = common(&self.hosts, &other.hosts)?;
+        let methods = common(&self.methods, &other.methods)?;
+        let networks = networks_of_both(&self.networks, &other.networks)?;
         let paths = match (&self.paths[..], &other.paths[..]) {
             ([], list) | (list, []) => list.to_vec(),
             (one, other) => {
@@ -187,20 +184,16 @@ impl Alternative {
                 paths
             }
         };
-        let networks = networks_of_both(&self.networks, &other.networks);
-        if networks.is_none() {
-            unknown.get_or_insert_with(|| "two networks at once".to_owned());
-        }
-        Alternative {
+        Some(Alternative {
             hosts,
             paths,
             methods,
             headers: [self.headers.clone(), other.headers.clone()].concat(),
             query: [self.query.clone(), other.query.clone()].concat(),
-            networks: networks.unwrap_or_default(),
+            networks,
             within: [self.within.clone(), other.within.clone()].concat(),
             unknown,
-        }
+        })
     }
 }
 
@@ -236,7 +229,9 @@ mod tests {
         for (rule, why) in [
             ("!Host(`a`)", "routes have no negation"),
             ("ClientIP(`10.0.0.0/33`)", "routes have no `ClientIP(10.0.0.0/33)`"),
-            ("ClientIP(`10.0.0.0/8`) && ClientIP(`192.0.2.1`)", "two networks at once"),
+            ("ClientIP(`10.0.0.0/8`) && ClientIP(`192.0.2.1`)", ""),
+            ("Host(`a`) && (Host(`b`) || !Path(`/`) && Host(`A`))", "routes have no negation"),
+            ("Method(`GET`) && Method(`POST`)", ""),
             ("ClientIP(`10.0.0.0/8`) && Query(`v`, `2`) && Query(`debug`)", "|||0"),
             ("Host(`a`) Path(`/`)", "`Path(`/`)` is not understood"),
             ("Host(`a", "a quote is not closed"),

@@ -106,9 +106,17 @@ impl<'d> Importer<'d> {
         let mut redirect = self.https_redirect(server);
         let mut locations = Vec::new();
         self.collect(server.block.children(), scope, &routes.hosts, &mut locations);
-        let rewritten: Vec<String> = rewrites.iter().map(|rewrite| rewrite.pattern.replace("{more}", "*")).collect();
         for location in &mut locations {
-            location.patterns.retain(|pattern| !rewritten.iter().any(|rewritten| covers(rewritten, pattern)));
+            location.patterns.retain(|pattern| !rewrites.iter().any(|rewrite| rewrite.covers(pattern)));
+            let is_in_part = |rewrite: &&Redirect| {
+                location.patterns.iter().any(|pattern| common(pattern, &rewrite.pattern) == Common::Unknown)
+            };
+            if let Some(rewrite) = rewrites.iter().find(is_in_part) {
+                let (location_text, rewrite) = (location.block.text(), rewrite.directive.text());
+                let text = format!("`{location_text}`: some of the paths that `{rewrite}` redirects have this route");
+                let comment = self.gateway.placed_note(Effect::Differs, &location.block.position, text);
+                location.section.comment(comment);
+            }
         }
         remove_unreachable(&mut locations, &mut self.gateway);
         // The more specific location has a pattern that two have, such as `/api/{*rest}`.
@@ -122,7 +130,9 @@ impl<'d> Importer<'d> {
         for location in locations {
             self.add_location(server, routes, location, redirect.take(), &all);
         }
-        if routes.needs_fallback && !all.iter().chain(&rewritten).any(|pattern| pattern == "/{*rest}") {
+        if routes.needs_fallback
+            && !all.iter().chain(rewrites.iter().map(|rewrite| &rewrite.pattern)).any(|pattern| pattern == "/{*rest}")
+        {
             let mut section = Section::default();
             section.comment("nginx serves files here. Without this route, those of other servers would match.");
             section.set("respond", table([("status", 404.into())]));
@@ -207,9 +217,8 @@ impl<'d> Importer<'d> {
                         if restricts(block) {
                             section.set("rules", vec![block.text()]);
                         }
-                        // Without case, literal text may match other paths.
-                        let path = widened(if modifier == "~" { path } else { "" });
-                        let route = Route { hosts: hosts.to_vec(), path, section, ..Route::default() };
+                        let (path, ignores_case) = (widened(path), modifier == "~*");
+                        let route = Route { hosts: hosts.to_vec(), path, section, ignores_case, ..Route::default() };
                         let text = format!("`{}`: routes cannot express this regular expression", block.text());
                         self.gateway.drop_routes(vec![route], &block.position, text);
                         continue;
@@ -278,7 +287,7 @@ impl<'d> Importer<'d> {
             let is_others =
                 |other: &String| !own.contains(other) && precedes(other, pattern) && covers(other, &both.pattern);
             if !all.iter().any(is_others) {
-                patterns.retain(|pattern| *pattern != both.pattern);
+                patterns.retain(|own| own != pattern || !redirect.covers(own));
                 self.add_redirect(routes, &both, &scope, server);
             }
         }

@@ -1,6 +1,6 @@
 //! `rewrite` that redirects.
 
-use super::syntax::Directive;
+use super::syntax::{Directive, Fate};
 use super::template;
 use crate::gateway::{Section, table};
 use crate::path::{Common, common, literal_regex};
@@ -20,6 +20,8 @@ pub struct Redirect<'d> {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     Below,
+    /// At least one character below it.
+    Some,
     Anything,
     Nothing,
     /// Nothing or a slash.
@@ -28,9 +30,9 @@ enum End {
 
 const ENDS: [(&str, End); 10] = [
     ("/(.*)$", End::Below),
-    ("/(.+)$", End::Below),
+    ("/(.+)$", End::Some),
     ("/(.*)", End::Below),
-    ("/(.+)", End::Below),
+    ("/(.+)", End::Some),
     ("(.*)$", End::Anything),
     ("(.*)", End::Anything),
     (".*$", End::Anything),
@@ -39,10 +41,20 @@ const ENDS: [(&str, End); 10] = [
     ("$", End::Nothing),
 ];
 
-/// The redirects of a block, up to what routes cannot express.
+/// The redirects of a block, up to what routes cannot express. For paths of several, the first one.
 pub fn redirects<'d>(block: &[&'d Directive], server_name: Option<&str>) -> Vec<Redirect<'d>> {
     let deciding = block.iter().filter(|directive| ["rewrite", "return"].contains(&directive.name.as_str()));
-    deciding.map_while(|directive| of_rewrite(directive, server_name)).flatten().collect()
+    let mut all: Vec<Redirect<'d>> = Vec::new();
+    for mut redirects in deciding.map_while(|directive| of_rewrite(directive, server_name)) {
+        let directive = redirects.first().map(|redirect| redirect.directive);
+        redirects.retain(|one| !all.iter().any(|earlier| earlier.covers(&one.pattern)));
+        if redirects.is_empty() {
+            // It is never used.
+            directive.iter().for_each(|directive| directive.mark(Fate::Translated));
+        }
+        all.append(&mut redirects);
+    }
+    all
 }
 
 /// Those of `rewrite ^/old/(.*)$ /new/$1 permanent`; `None` if it does not redirect, or if routes cannot express it.
@@ -74,13 +86,16 @@ fn of_rewrite<'d>(directive: &'d Directive, server_name: Option<&str>) -> Option
 fn patterns(regex: &str) -> Option<Vec<(String, &'static str)>> {
     let is_open = |regex: &&str| regex.starts_with(".*") || regex.starts_with("(.*)");
     let regex = regex.strip_prefix('^').or(Some(regex).filter(is_open))?;
-    let end = ENDS.iter().find_map(|(end, kind)| Some((regex.strip_suffix(end)?, *kind)));
-    let (from, end) = end.unwrap_or((regex, End::Anything));
+    let end = ENDS.iter().find_map(|(end, kind)| Some((regex.strip_suffix(end)?, *kind, end.starts_with('('))));
+    let (from, end, has_group) = end.unwrap_or((regex, End::Anything, false));
     let from = literal_regex(from)?;
     let is_path = from.starts_with('/') || from.is_empty() && (end != End::Nothing);
     let with = |end: &str| format!("{from}{end}");
-    is_path.then(|| match end {
+    let found = is_path.then(|| match end {
         End::Below => vec![(with("/{*rest}"), "{param.rest}")],
+        End::Some => {
+            vec![(with("/{first}"), "{param.first}"), (with("/{first}/{*rest}"), "{param.first}/{param.rest}")]
+        }
         End::Nothing => vec![(with(""), "")],
         End::Slash => {
             [("", !from.is_empty()), ("/", true)].iter().filter(|(_, is)| *is).map(|(end, _)| (with(end), "")).collect()
@@ -93,7 +108,9 @@ fn patterns(regex: &str) -> Option<Vec<(String, &'static str)>> {
             (with("{more}/{*rest}"), "{param.more}/{param.rest}"),
             (with(""), ""),
         ],
-    })
+    })?;
+    let without_group = |(pattern, group)| (pattern, if end == End::Anything && !has_group { "" } else { group });
+    Some(found.into_iter().map(without_group).collect())
 }
 
 impl<'d> Redirect<'d> {
@@ -101,14 +118,27 @@ impl<'d> Redirect<'d> {
     pub fn of_both(&self, other: &str) -> Option<Redirect<'d>> {
         let Common::Pattern(pattern) = common(&self.pattern, other) else { return None };
         let mut to = self.to.clone();
-        if pattern != self.pattern {
-            let rest = pattern.strip_prefix(self.pattern.strip_suffix("{*rest}")?)?.replace("{*rest}", "{rest}");
-            if rest.contains('*') {
+        let mut segments = pattern.split('/');
+        for own in self.pattern.split('/') {
+            let (segment, parameter) = match own {
+                "{*rest}" => (segments.by_ref().collect::<Vec<_>>().join("/"), "{param.rest}"),
+                _ => (segments.next()?.to_owned(), "{param.first}"),
+            };
+            if segment == own {
+                continue;
+            }
+            let text = segment.replace("{*rest}", "{rest}").replace('{', "{param.");
+            if text.contains('*') || !["{*rest}", "{first}"].contains(&own) {
                 return None;
             }
-            to = to.replace("{param.rest}", &rest.replace('{', "{param."));
+            to = to.replace(parameter, &text);
         }
         Some(Redirect { pattern, to, ..*self })
+    }
+
+    /// Whether it redirects all paths of a pattern.
+    pub fn covers(&self, pattern: &str) -> bool {
+        common(pattern, &self.pattern) == Common::Pattern(pattern.to_owned())
     }
 
     pub fn section(&self) -> Section {
@@ -130,7 +160,8 @@ mod tests {
     #[test]
     fn expressions_with_one_group() {
         assert_eq!(shown("^/old/(.*)$"), "/old/{*rest}={param.rest}");
-        assert_eq!(shown("^"), "/{*rest}=/{param.rest}");
+        assert_eq!(shown("^/old/(.+)$"), "/old/{first}={param.first} /old/{first}/{*rest}={param.first}/{param.rest}");
+        assert_eq!([shown("^"), shown("^/.*$")], ["/{*rest}="; 2]);
         assert_eq!(shown("^(.*)$"), "/{*rest}=/{param.rest}");
         assert_eq!(shown("^/(.*)$"), "/{*rest}={param.rest}");
         assert_eq!(shown("^/a\\.html$"), "/a.html=");

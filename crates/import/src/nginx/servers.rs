@@ -3,7 +3,7 @@
 //! Routes apply to all addresses of the gateway. So servers are taken that share one address; others would become reachable where
 //! nginx does not serve them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::net::SocketAddr;
 use std::path::Path;
 
@@ -191,7 +191,7 @@ impl<'d> Importer<'d> {
         };
         let default = servers.iter().position(|server| is_default(&server)).unwrap_or(0);
         let count = servers.len();
-        let mut taken: Vec<&String> = Vec::new();
+        let mut taken: HashSet<&String> = HashSet::new();
         for (index, server) in servers.iter().enumerate() {
             server.block.mark(Fate::Translated);
             let is_new = |name: &&String| !taken.contains(name);
