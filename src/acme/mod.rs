@@ -112,6 +112,7 @@ impl CertificateOrder {
             storage_error: None,
         };
         let renew = async {
+            orderer.load_copy();
             loop {
                 orderer.load().await;
                 loaded.take();
@@ -145,7 +146,23 @@ impl Orderer {
     async fn load(&mut self) {
         let loaded = self.storage.load_certificate().await;
         self.log_storage(loaded.as_ref().err());
-        let Ok(Some(text)) = loaded else { return };
+        if let Ok(Some(text)) = loaded {
+            self.use_stored(text);
+        }
+    }
+
+    /// Uses the copy of the certificate until the store was read.
+    fn load_copy(&mut self) {
+        match self.storage.load_copy() {
+            Ok(Some(text)) => self.use_stored(text),
+            Ok(None) => {}
+            Err(error) => {
+                tracing::error!(domains = self.names(), "the copy of the certificate cannot be read: {error}")
+            }
+        }
+    }
+
+    fn use_stored(&mut self, text: String) {
         if self.in_use.as_ref().is_some_and(|in_use| in_use.text == text) {
             return;
         }
@@ -173,6 +190,9 @@ impl Orderer {
 
     fn use_certificate(&mut self, issued: IssuedCertificate) {
         self.order.live.replace(&issued.certificate);
+        if let Err(error) = self.storage.save_copy(&issued.text) {
+            tracing::error!(domains = self.names(), "the certificate cannot be copied: {error}");
+        }
         self.suggestion = None;
         self.in_use = Some(issued);
     }

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,6 +34,8 @@ const SAVE_PATIENCE: Duration = Duration::from_secs(1);
 /// The storage of one order.
 pub struct Storage {
     place: Place,
+    /// The directory of the copy of the certificate.
+    copy: Option<PathBuf>,
     changed: Arc<Notify>,
 }
 
@@ -75,13 +77,14 @@ pub struct ChallengeObserver {
 
 impl Storage {
     pub fn directory(path: PathBuf, acme: &Acme) -> Storage {
-        Storage { place: Place::Directory { path, order: order_name(acme) }, changed: Arc::default() }
+        Storage { place: Place::Directory { path, order: order_name(acme) }, copy: None, changed: Arc::default() }
     }
 
     /// `changed`: notified when the map changes.
     pub fn shared(map: SharedMap, acme: &Acme, changed: Arc<Notify>) -> Storage {
         let claimant = format!("{:016x}", fastrand::u64(..));
-        Storage { place: Place::Shared(SharedOrder { map, order: order_name(acme), claimant }), changed }
+        let place = Place::Shared(SharedOrder { map, order: order_name(acme), claimant });
+        Storage { place, copy: acme.copy.clone(), changed }
     }
 
     /// Notified when others may have changed what is stored.
@@ -92,6 +95,21 @@ impl Storage {
     /// The certificate of the order, with its key.
     pub async fn load_certificate(&self) -> Result<Option<String>, String> {
         self.load(&self.certificate_name()).await
+    }
+
+    /// The certificate of the copy, if there is one.
+    pub fn load_copy(&self) -> Result<Option<String>, String> {
+        self.copy.as_ref().map_or(Ok(None), |directory| load_file(directory, &self.certificate_name()))
+    }
+
+    /// Copies the certificate in use, if there is a directory for it.
+    pub fn save_copy(&self, text: &str) -> Result<(), String> {
+        match &self.copy {
+            Some(directory) if self.load_copy()?.as_deref() != Some(text) => {
+                save_file(directory, &self.certificate_name(), text)
+            }
+            _ => Ok(()),
+        }
     }
 
     pub async fn save_certificate(&self, text: String) -> Result<(), String> {
@@ -114,10 +132,7 @@ impl Storage {
 
     async fn load(&self, name: &str) -> Result<Option<String>, String> {
         match &self.place {
-            Place::Directory { path, .. } => match fs::read_to_string(path.join(name)) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-                read => read.map(Some).map_err(|error| format!("{}: {error}", path.join(name).display())),
-            },
+            Place::Directory { path, .. } => load_file(path, name),
             Place::Shared(SharedOrder { map, .. }) => {
                 let known = map.get(name);
                 if known.is_none() {
@@ -131,17 +146,7 @@ impl Storage {
 
     async fn save(&self, name: &str, text: String) -> Result<(), String> {
         match &self.place {
-            Place::Directory { path, .. } => {
-                let file = path.join(name);
-                let save = || {
-                    fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-                    let busy = || io::Error::other("another process writes it");
-                    let mut draft = atomic_file::lock_draft(&file, SAVE_PATIENCE)?.ok_or_else(busy)?;
-                    draft.write_all(text.as_bytes())?;
-                    atomic_file::publish_draft(&draft, &file)
-                };
-                save().map_err(|error| format!("{}: {error}", file.display()))
-            }
+            Place::Directory { path, .. } => save_file(path, name, &text),
             Place::Shared(shared) => shared.change(name, Some(text), Precondition::None).await.map(drop),
         }
     }
@@ -268,6 +273,25 @@ impl MapObserver for ChallengeObserver {
     }
 
     fn polled(&mut self, _is_synchronized: bool) {}
+}
+
+fn load_file(directory: &Path, name: &str) -> Result<Option<String>, String> {
+    match fs::read_to_string(directory.join(name)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        read => read.map(Some).map_err(|error| format!("{}: {error}", directory.join(name).display())),
+    }
+}
+
+fn save_file(directory: &Path, name: &str, text: &str) -> Result<(), String> {
+    let file = directory.join(name);
+    let save = || {
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
+        let busy = || io::Error::other("another process writes it");
+        let mut draft = atomic_file::lock_draft(&file, SAVE_PATIENCE)?.ok_or_else(busy)?;
+        draft.write_all(text.as_bytes())?;
+        atomic_file::publish_draft(&draft, &file)
+    };
+    save().map_err(|error| format!("{}: {error}", file.display()))
 }
 
 /// The name of the account of a directory.

@@ -291,8 +291,18 @@ fn gateways_share_a_certificate() {
     for address in addresses {
         eventually("the gateway has the certificate", || pebble.get(address, "shared.gateway.test").is_some());
     }
-    assert_eq!(serial(addresses[0], "shared.gateway.test"), serial(addresses[1], "shared.gateway.test"));
+    let shared = serial(addresses[0], "shared.gateway.test");
+    assert_eq!(serial(addresses[1], "shared.gateway.test"), shared);
     assert_eq!(issued(), 1);
+    // Without the store, a gateway starts with the copy of the certificate.
+    let copy = TempDir::new();
+    let with_copy = toml(free_port()).replace("storage =", &format!("copy = \"{}\", storage =", copy.path().display()));
+    let gateway = Gateway::start_at(&with_copy, now_s());
+    eventually("the certificate is copied", || copy.path().join("shared.gateway.test.pem").exists());
+    gateway.stop();
+    drop(redis);
+    let gateway = Gateway::start_at(&with_copy, now_s());
+    assert_eq!(serial(gateway.https_addresses()[0], "shared.gateway.test"), shared);
 }
 
 /// The authority cannot reach the gateway: the certificate of the file stays in use, and the failure is counted.

@@ -18,7 +18,7 @@ use super::path::{PathPattern, PatternKind};
 use super::redis::read_secret;
 use super::route::Route;
 use super::route_actions::{Actions, LocalResponse};
-use super::settings::{Custom, Inline, Kind, Required, Shape, Text};
+use super::settings::{Custom, Inline, Kind, Optional, Required, Shape, Text};
 use super::toml_reader::{Item, SpannedStr, SpannedString, Table};
 use super::upstream::{Scheme, Server, parse_url};
 use super::values::Secret;
@@ -33,6 +33,7 @@ const BASE64URL: GeneralPurpose = GeneralPurpose::new(
 const LETS_ENCRYPT: &str = "https://acme-v02.api.letsencrypt.org/directory";
 const DIRECTORY_EXAMPLE: &str = "\"https://acme-v02.api.letsencrypt.org/directory\"";
 const STORAGE_FIX: &str = "write `storage = \"/var/lib/transom/acme\"`, or `storage = \"shared\"` for several gateways";
+const DIRECTORY_PATH_EXAMPLE: &str = "\"/var/lib/transom/acme\"";
 /// Most names of a certificate, as at Let's Encrypt.
 const DOMAINS_MAX: usize = 100;
 const FIX: &str = "write `acme = { domains = [\"api.example.com\"], storage = \"/var/lib/transom/acme\" }`";
@@ -67,6 +68,11 @@ settings! {
             Custom::or_empty(|| Shape::Text("absolute path, or \"shared\""), read_storage),
             STORAGE_FIX,
         );
+        /// With `storage = "shared"`: directory for a copy of the certificate and its key, which only the gateway may read. A gateway
+        /// that starts while the store is away uses the copy.
+        copy: Option<PathBuf> = Optional(Custom::or_empty(|| Shape::Text("absolute path"), |item, report| {
+            read_absolute_path(item, DIRECTORY_PATH_EXAMPLE, report)
+        }));
     }
 }
 
@@ -98,16 +104,19 @@ pub struct Acme {
     pub external_account: Option<ExternalAccount>,
     pub profile: Option<String>,
     pub storage: AcmeStorage,
+    /// The directory of the copy of a shared certificate.
+    pub copy: Option<PathBuf>,
     /// The position of the setting. Equal orders may have different positions.
     span: Span,
 }
 
 impl PartialEq for Acme {
     fn eq(&self, other: &Acme) -> bool {
-        let Acme { domains, email, directory, server: _, tls, external_account, profile, storage, span: _ } = self;
+        let Acme { domains, email, directory, server: _, tls, external_account, profile, storage, copy, span: _ } =
+            self;
         (domains, email, directory) == (&other.domains, &other.email, &other.directory)
             && (tls, external_account) == (&other.tls, &other.external_account)
-            && (profile, storage) == (&other.profile, &other.storage)
+            && (profile, storage, copy) == (&other.profile, &other.storage, &other.copy)
     }
 }
 
@@ -142,6 +151,7 @@ fn read_acme(item: &Item, report: &mut Report) -> Option<Option<Acme>> {
         server,
         tls,
         storage: settings.storage?,
+        copy: settings.copy,
         span: item.key_span.clone(),
     }))
 }
@@ -197,11 +207,11 @@ fn parse_domain(word: &SpannedStr) -> Parsed<String> {
 }
 
 fn read_storage(item: &Item, report: &mut Report) -> Option<Option<AcmeStorage>> {
-    let word = item.string("\"/var/lib/transom/acme\"", report)?;
+    let word = item.string(DIRECTORY_PATH_EXAMPLE, report)?;
     if word.text == "shared" {
         return Some(Some(AcmeStorage::Shared));
     }
-    read_absolute_path(item, "\"/var/lib/transom/acme\"", report).map(|path| Some(AcmeStorage::Directory(path)))
+    read_absolute_path(item, DIRECTORY_PATH_EXAMPLE, report).map(|path| Some(AcmeStorage::Directory(path)))
 }
 
 fn check_acme(settings: &mut AcmeSettings, table: &mut Table, report: &mut Report) {
@@ -221,6 +231,10 @@ fn check_acme(settings: &mut AcmeSettings, table: &mut Table, report: &mut Repor
             let fix = format!("add `{other}`: the authority shows both, or remove it");
             report.missing(item.key_span, format!("`{given}` is given without `{other}`"), fix);
         }
+    }
+    if let (Some(item), Some(AcmeStorage::Directory(_))) = (table.given("copy"), &settings.storage) {
+        let message = "`copy` is for `storage = \"shared\"`: a directory needs no copy";
+        report.problem(item.key_span, message, "remove it");
     }
     if let Some(email) = settings.email.as_ref().filter(|email| !is_address(&email.text)) {
         let message = format!("{} is not an e-mail address", quoted(&email.text));
