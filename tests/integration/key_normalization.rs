@@ -18,7 +18,7 @@ fn remaining_after(gateway: &Gateway, target: &str, cookies: &[&str]) -> u64 {
 #[test]
 fn equivalent_cookies_share_a_counter() {
     let gateway = gateway("cookie:session", "refuse");
-    let forms: [&[&str]; 8] = [
+    let forms: [&[&str]; 9] = [
         &["session=abc"],
         &["a=b; session=abc; c=d"],
         &["a=b;session=abc"],
@@ -26,6 +26,7 @@ fn equivalent_cookies_share_a_counter() {
         &["session=\"abc\""],
         &["  session = abc ; x"],
         &["session=%61%62c"],
+        &["Session=x; session=abc"],
         &["sessio=session=x; session=abc"],
     ];
     for (n, cookies) in forms.into_iter().enumerate() {
@@ -65,7 +66,6 @@ fn repeated_or_malformed_values_are_refused() {
         &[("Cookie", "session=a; session=a")],
         &[("Cookie", "session=a"), ("cookie", "session=a")],
         &[("Cookie", "session; session=a")],
-        &[("Cookie", "Session=b; session=a")],
         &[("Cookie", "session=a; session[]=b")],
         &[("Cookie", "%73ession=a")],
     ] {
@@ -104,7 +104,7 @@ fn an_absent_or_empty_value_is_a_missing_key() {
         assert_eq!(response.problem()["detail"], "the request lacks the query parameter `token`");
         assert_eq!(gateway("query:token", "skip").get(target).expect(200).field("ratelimit"), None, "{target}");
     }
-    for cookies in [&[][..], &[("Cookie", "")], &[("Cookie", "session=")], &[("Cookie", "sessions=a; a=session")]] {
+    for cookies in [&[][..], &[("Cookie", "")], &[("Cookie", "session=")], &[("Cookie", "Session=a; a=session")]] {
         let response = gateway("cookie:session", "refuse").get_with("/a", cookies).expect(400);
         assert_eq!(response.problem()["detail"], "the request lacks the cookie `session`");
         let by_address = gateway("cookie:session", "ip");
