@@ -240,10 +240,11 @@ impl SharedCounters {
         let is_exceeded = reply.used > u64::from(layer.capacity);
         let withdrawn = if is_exceeded { self.table.withdraw(counter, target.end_ms, u32::MAX) } else { 0 };
         let used = reply.used.saturating_sub(u64::from(withdrawn));
-        self.note_store_usage(rule_set, layer, counter, reply, used, 0);
         if withdrawn > 0 {
+            // Before the known usage lacks these tokens.
             self.refund_later(vec![target.refund(withdrawn.into())]);
         }
+        self.note_store_usage(rule_set, layer, counter, reply, used, 0);
     }
 
     /// The store requests for tokens that are already used.
