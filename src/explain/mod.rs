@@ -15,6 +15,7 @@ use self::question::Question;
 use self::route_choice::RouteChoice;
 use self::rule_state::{RuleResult, RuleState, error_text};
 use crate::proxy::body_reading::read_values;
+use crate::proxy::include_usage::{asking_for_usage, is_set_for};
 use crate::proxy::served_config::ServedConfig;
 use transom_config::Config;
 use transom_config::access::rfc3339;
@@ -34,10 +35,11 @@ use transom_rules::compiled_config::LiveData;
 use transom_rules::compiled_config::RouteRules;
 use transom_rules::key_source::ConnectionValues;
 use transom_rules::ratelimit_headers::seconds_until;
-use transom_rules::resolved_request::RequestView;
+use transom_rules::resolved_request::{RequestView, ResolvedRequest};
 use transom_runtime::clock::Clock;
 use transom_store::counter_access::CounterAccess;
 use transom_store::shared_counters::SharedByWorkers;
+use transom_usage::request_body::{BodyPlan, BodyValues};
 
 /// The answer to a question.
 #[derive(Debug)]
@@ -201,15 +203,10 @@ impl Explanation {
         resolved.check(&validated, body_bytes)?;
         let rules = resolved.rules;
         let has_body = body_bytes > 0 && validated.websocket.is_none();
-        body = rules.body_plan.as_ref().filter(|_| has_body).map(|plan| {
-            let max_bytes = served.body_key_limit(resolved.actions());
-            match body_bytes > max_bytes as u64 {
-                true => Err(RequestError::BodyTooLarge(max_bytes as u64)),
-                false => {
-                    let read = read_values(plan, question.body.as_bytes(), &parts.headers, max_bytes);
-                    read.map(|(values, _text)| values)
-                }
-            }
+        let max_bytes = served.body_key_limit(resolved.actions());
+        body = rules.body_plan.as_ref().filter(|_| has_body).map(|plan| match body_bytes {
+            bytes if bytes > max_bytes as u64 => Err(RequestError::BodyTooLarge(max_bytes as u64)),
+            _ => read_body(served, &resolved, plan, (question.body.as_bytes(), &parts.headers)),
         });
         resolved.attributes.body = body.as_ref().and_then(|body| body.as_ref().ok());
         let mut keyed_requests = IdVec::new();
@@ -362,6 +359,21 @@ impl Explanation {
     fn scheme(&self) -> &'static str {
         if self.is_secure { "https" } else { "http" }
     }
+}
+
+/// What rules read of a body; an error where the gateway refuses it.
+fn read_body(
+    served: &ServedConfig,
+    resolved: &ResolvedRequest<'_>,
+    plan: &Arc<BodyPlan>,
+    (body, headers): (&[u8], &HeaderMap),
+) -> Result<BodyValues, RequestError> {
+    let (values, text) = read_values(plan, body, headers, served.body_key_limit(resolved.actions()))?;
+    let actions = served.config.routes[resolved.route_id].actions.as_deref();
+    if is_set_for(actions, resolved.attributes.path) {
+        asking_for_usage(&text, &values)?;
+    }
+    Ok(values)
 }
 
 /// Why a request is denied, for operators.

@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use foldhash::fast::RandomState;
-use http::HeaderMap;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
+use http::{HeaderMap, HeaderValue};
 use http_body::Body as _;
 
 use super::include_usage::{RewrittenBody, asking_for_usage};
@@ -68,6 +68,12 @@ impl BodyReading {
             headers.remove(CONTENT_ENCODING);
             // A stream that is coded could not be filtered.
             headers.remove(ACCEPT_ENCODING);
+            // It is UTF-8 now.
+            let has_charset =
+                |kind: &HeaderValue| kind.as_bytes().to_ascii_lowercase().windows(7).any(|part| part == b"charset");
+            if headers.get(CONTENT_TYPE).is_some_and(has_charset) {
+                headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+            }
             if let Some(length) = headers.get_mut(CONTENT_LENGTH) {
                 *length = data.len().into();
             }

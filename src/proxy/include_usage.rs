@@ -1,6 +1,7 @@
 //! `set_include_usage`: asks OpenAI servers for the usage of a stream, and hides the chunk that states it from clients that did not ask.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
@@ -8,12 +9,13 @@ use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderMap, Response};
 use http_body::{Body, Frame};
-use serde::de::IgnoredAny;
+use serde::de::{Deserializer as _, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
 use super::response::{BodyEnded, BodyObserver, Content, observe};
 use crate::upstream::response_body::{UpstreamBody, UpstreamBodyError};
+use transom_config::route_actions::Actions;
 use transom_http::error::RequestError;
 use transom_rules::compiled_config::stream_members;
 use transom_usage::json_pointer::is_same_name;
@@ -30,6 +32,16 @@ const STREAM: &str = "stream";
 const OPTIONS: &str = "stream_options";
 const INCLUDE_USAGE: &str = "include_usage";
 
+/// The members of a request that decide.
+#[derive(Default)]
+struct Members<'t> {
+    stream: Option<&'t RawValue>,
+    options: Option<&'t RawValue>,
+    has_usage: bool,
+    /// Whether a name is one of these to some servers only.
+    is_ambiguous: bool,
+}
+
 /// The body of a streaming request that asks for its usage.
 #[derive(Debug)]
 pub struct RewrittenBody {
@@ -38,8 +50,13 @@ pub struct RewrittenBody {
     pub hides_usage: bool,
 }
 
+/// Whether requests for this path are made to ask for their usage. Others of these APIs have no such member, and servers refuse it.
+pub fn is_set_for(actions: Option<&Actions>, path: &str) -> bool {
+    actions.is_some_and(|actions| actions.set_include_usage && is_completion(path))
+}
+
 /// Whether servers read a path as that of completions: some ignore its case, slashes at its end, and parameters of its segments.
-pub fn is_completion(path: &str) -> bool {
+fn is_completion(path: &str) -> bool {
     let segments = path.split('/').flat_map(|part| part.split("%2F"));
     let names = segments.map(|segment| segment.split(';').next().unwrap_or_default());
     names.filter(|name| !name.is_empty()).last().is_some_and(|last| last.eq_ignore_ascii_case("completions"))
@@ -50,25 +67,25 @@ pub fn is_completion(path: &str) -> bool {
 /// content coding.
 pub fn asking_for_usage(text: &[u8], values: &BodyValues) -> Result<Option<RewrittenBody>, RequestError> {
     let [stream, _] = stream_members();
-    if values.text(&stream) == Text::Absent && !values.is_container(&stream) {
+    let asks_for_none = match values.text(&stream) {
+        Text::Absent => !values.is_container(&stream),
+        text => matches!(text, Text::Found("false" | "0")),
+    };
+    if asks_for_none {
         return Ok(None);
     }
     let unclear = RequestError::BodyAmbiguous("asks for a stream in a form that servers read differently");
-    let members: HashMap<String, &RawValue> = serde_json::from_slice(text).map_err(|_invalid| unclear.clone())?;
-    let is_like = |known: &str, name: &String| name != known && is_same_name(known, name.as_bytes());
-    if members.keys().any(|name| is_like(STREAM, name) || is_like(OPTIONS, name)) {
-        return Err(unclear);
-    }
+    let members = Members::read(text).ok().filter(|members| !members.is_ambiguous).ok_or_else(|| unclear.clone())?;
     // Servers may read any other value as true.
-    if members.get(STREAM).is_none_or(|value| ["false", "0"].contains(&value.get())) {
+    if members.stream.is_none_or(|value| ["false", "0"].contains(&value.get())) {
         return Ok(None);
     }
-    let written = members.get(OPTIONS).map(|value| value.get());
+    let written = members.options.map(RawValue::get);
     let mut options: Map<String, Value> = match written {
         None | Some("null") => Map::new(),
         Some(written) => serde_json::from_str(written).map_err(|_invalid| unclear.clone())?,
     };
-    if options.keys().any(|name| is_like(INCLUDE_USAGE, name)) {
+    if options.keys().any(|name| is_taken_for(INCLUDE_USAGE, name)) {
         return Err(unclear);
     }
     if options.insert(INCLUDE_USAGE.to_owned(), true.into()) == Some(true.into()) {
@@ -89,7 +106,43 @@ pub fn asking_for_usage(text: &[u8], values: &BodyValues) -> Result<Option<Rewri
     };
     let data = [before, options.as_bytes(), after].concat();
     // A client may ask for it in another way, too.
-    Ok(Some(RewrittenBody { data, hides_usage: !members.contains_key("usage") }))
+    Ok(Some(RewrittenBody { data, hides_usage: !members.has_usage }))
+}
+
+/// Whether some servers take a name for `known`, which it is not.
+fn is_taken_for(known: &str, name: &str) -> bool {
+    name != known && is_same_name(known, name.as_bytes())
+}
+
+impl<'t> Members<'t> {
+    fn read(text: &'t [u8]) -> serde_json::Result<Members<'t>> {
+        let mut json = serde_json::Deserializer::from_slice(text);
+        let members = json.deserialize_map(Members::default())?;
+        json.end().map(|()| members)
+    }
+}
+
+impl<'t> Visitor<'t> for Members<'t> {
+    type Value = Members<'t>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'t>>(mut self, mut map: A) -> Result<Members<'t>, A::Error> {
+        while let Some(name) = map.next_key::<String>()? {
+            match name.as_str() {
+                STREAM => self.stream = Some(map.next_value()?),
+                OPTIONS => self.options = Some(map.next_value()?),
+                name => {
+                    self.has_usage |= name == "usage";
+                    self.is_ambiguous |= is_taken_for(STREAM, name) || is_taken_for(OPTIONS, name);
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+        }
+        Ok(self)
+    }
 }
 
 /// Hides the chunk of usage in a stream of events.
@@ -222,7 +275,7 @@ mod tests {
         let (values, text) = BodyValues::read(&plan, body, BodyCoding::default(), 999).unwrap();
         let sent = asking_for_usage(&text, &values).ok()?.map(|rewritten| (rewritten.data, rewritten.hides_usage));
         let (data, hides_usage) = sent.unwrap_or_else(|| (text.to_vec(), false));
-        Some((String::from_utf8(data).unwrap(), hides_usage))
+        Some((String::from_utf8_lossy(&data).into_owned(), hides_usage))
     }
 
     #[test]
@@ -258,6 +311,9 @@ mod tests {
         }
         let utf16: Vec<u8> = "{\"stream\":true}".encode_utf16().flat_map(u16::to_be_bytes).collect();
         assert_eq!(asking(&utf16), Some((format!("{{\"stream_options\":{set},\"stream\":true}}"), true)));
+        // Text that is no UTF-8 stays as it is.
+        let expected = format!("{{\"stream_options\":{set},\"stream\":true,\"x\":\"\u{fffd}\"}}");
+        assert_eq!(asking(b"{\"stream\":true,\"x\":\"\xFF\"}"), Some((expected, true)));
         // The client asks for it in the way of OpenRouter, too.
         for usage in ["null", "{\"include\":true}"] {
             let expected = format!("{{\"stream_options\":{set},\"stream\":true,\"usage\":{usage}}}");
@@ -267,6 +323,8 @@ mod tests {
             "{\"stream\":false}",
             "{\"stream\":null}",
             "{\"stream\":0}",
+            "{\"Stream\":false}",
+            "{\"stream\":false,\"x\":NaN,\"stream_Options\":1}",
             "{}",
             "[]",
             "no JSON",
@@ -282,7 +340,6 @@ mod tests {
             b"{\"stream\":true,\"Stream_Options\":null}",
             "{\"stream\":true,\"\u{17f}tream_options\":null}".as_bytes(),
             b"{\"stream\":true,\"stream_options\":{\"Include_usage\":true}}",
-            b"{\"stream\":true,\"x\":\"\xFF\"}",
         ] {
             assert_eq!(asking(body), None, "{}", String::from_utf8_lossy(body));
         }

@@ -15,7 +15,7 @@ mod charged_request;
 mod delayed_request;
 pub mod handler;
 mod held_slots;
-mod include_usage;
+pub mod include_usage;
 pub mod log_throttle;
 pub mod peer;
 pub mod request_record;

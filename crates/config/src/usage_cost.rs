@@ -157,8 +157,8 @@ settings! {
         /// Reserves the 95th percentile of what the requests of this rule that name the same model have cost lately, instead of
         /// `json` and `input`.
         learnt: bool = Boolean(false);
-        /// Without such a number in the request: tokens of output. With `learnt`: the reserve until 20 costs of the model are known,
-        /// unless 95 of 100 requests of all models have cost more.
+        /// Without such a number in the request: tokens of output. With `learnt`: the reserve until 20 costs of the model are known;
+        /// the 95th percentile of all models, if that is greater.
         default: Option<u32> = Required(Optional(Integer(1000, 0..=u32::MAX as u64)), "add `default = 1000`");
     }
 }

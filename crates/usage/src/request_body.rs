@@ -114,7 +114,14 @@ impl BodyValues {
             (Value::TooGreat, _) => Some(Decimal::MAX),
             (Value::Unreadable, Text::Found(text)) => {
                 let digits = text.trim().trim_start_matches('+').replace('_', "");
-                Decimal::parse_saturating(digits.trim_start_matches('0'))
+                let without_zeros = digits.trim_start_matches('0');
+                match without_zeros.starts_with(|c: char| c.is_ascii_digit()) {
+                    true => Decimal::parse_saturating(without_zeros),
+                    // A zero before the end or a point is a digit.
+                    false => {
+                        Decimal::parse_saturating(&digits[(digits.len() - without_zeros.len()).saturating_sub(1)..])
+                    }
+                }
             }
             (Value::Absent | Value::Unreadable, _) => None,
         }
