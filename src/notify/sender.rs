@@ -129,6 +129,7 @@ async fn is_first(store: &RedisClient, prefix: &str, store_key: &str, event: &Ma
         refund_used_max: None,
         counter: None,
         computed_ms: 0,
+        generation: 0,
     };
     let reply = timeout(STORE_TIMEOUT, store.acquire(&[request], 0)).await;
     !matches!(reply, Ok(Ok(AcquireReply::Refused { .. })))

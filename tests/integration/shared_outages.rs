@@ -281,7 +281,7 @@ fn kept_refunds_do_not_lower_restored_usage() {
 /// tokens: no refund lowers what the store was told without its tokens.
 #[test]
 fn refunds_after_a_restart_admit_nothing_beyond_the_limit() {
-    // Whether a refund overtakes a request is left to chance.
+    // Whether a refund overtakes a request, and a request the noticed loss of a connection, is left to chance.
     const ROUNDS: usize = 6;
     const HELD: usize = 40;
     const COUNTED: usize = 10;

@@ -58,6 +58,7 @@ fn counter_request(base: &str, window: StoreWindow, limit: u32) -> CounterReques
         refund_used_max: None,
         counter: None,
         computed_ms: 0,
+        generation: 0,
     }
 }
 

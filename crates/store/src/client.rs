@@ -315,6 +315,7 @@ impl RedisClient {
             refund_used_max: None,
             counter: None,
             computed_ms: 0,
+            generation: 0,
         };
         match self.acquire(&[request], 0).await? {
             AcquireReply::Granted { time_ms, .. }

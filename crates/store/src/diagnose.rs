@@ -291,6 +291,7 @@ impl Diagnosis<'_> {
             refund_used_max,
             counter: None,
             computed_ms,
+            generation: 0,
         }];
         let acquired = self.client.acquire(&requests, server_ms).await?;
         let AcquireReply::Granted { counters, .. } = acquired else {

@@ -133,6 +133,9 @@ pub struct CounterRequest {
     /// The gateway's time when the request was made. The time may have been set back to the server's since; `window` is
     /// then a later window.
     pub computed_ms: u64,
+    /// The number of connections that had been opened when the request was made: a server behind a later one may not have what the
+    /// request relies on. 0: it relies on nothing.
+    pub generation: u64,
 }
 
 /// The reply about one counter.
@@ -464,6 +467,7 @@ mod tests {
             refund_used_max: None,
             counter: None,
             computed_ms: 900,
+            generation: 0,
         };
         AcquireCall { requests: vec![want], gateway_ms: 900, window_ms: 900 }
     }

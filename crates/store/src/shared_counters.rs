@@ -180,7 +180,7 @@ impl SharedCounters {
             return Ok(AcquireReply::OtherWindow { time_ms: now_ms });
         }
         // A server behind a new connection may have forgotten usage that the requests relied on.
-        let generation = self.generation.get();
+        let generation = requests.iter().map(|request| request.generation).min().unwrap_or(0);
         if let Some(request) = requests.first()
             && let Err(error) = self.store.ensure_connected(&request.key_base).await
         {
@@ -564,6 +564,7 @@ mod tests {
                     refund_used_max: None,
                     counter: None,
                     computed_ms: 0,
+                    generation: 0,
                 };
                 worker.shared.acquire(&[request]).await.unwrap()
             };

@@ -727,6 +727,7 @@ impl SharedCounters {
             refund_used_max: refund_used_max(compiled_rule, layer),
             counter: Some(layer.counter(keyed_request)),
             computed_ms: now_ms,
+            generation: self.generation.get(),
         }
     }
 
