@@ -156,6 +156,7 @@ fn requests(key: usize) -> [CounterRequest; 3] {
             refund_used_max: None,
             counter: None,
             computed_ms: 0,
+            generation: 0,
         }
     };
     // Long periods, which rarely end during the benchmark.
