@@ -377,7 +377,11 @@ impl<'d> Importer<'d> {
             Some(except) => {
                 let mut others = Section::default();
                 others.settings.clone_from(&section.settings);
-                others.settings.retain(|(name, _)| name != "allow");
+                // Without addresses of its own, it inherits those of the location.
+                match except.children().iter().any(|child| ["allow", "deny"].contains(&child.name.as_str())) {
+                    true => others.settings.retain(|(name, _)| name != "allow"),
+                    false => others.denied.clone_from(&section.denied),
+                }
                 let inner = Scope { levels: vec![except.children().iter().collect()] };
                 self.set_access(&mut others, &inner);
                 except.mark(Fate::Translated);
