@@ -195,7 +195,7 @@ fn invalid_commands_are_refused_and_change_nothing() {
     let message = directory.run_refused(&["add", "beta", "--plan", "gold", "--network", "10.0.0.1/8"], "");
     assert!(message.contains("write `10.0.0.0/8`"), "{message}");
     let message = directory.run_refused(&["add", "beta", "--plan", "gold", "--network", "10.0.0.0/8"], "");
-    assert!(message.contains("already belongs to `acme`"), "{message}");
+    assert!(message.contains("belongs to `acme` and to `beta`"), "{message}");
     let message = directory.run_refused(&["remove", "acne"], "");
     assert!(message.contains("did you mean `acme`"), "{message}");
     directory.run_refused(&["remove", "acme", "--network", "10.0.0.0/9"], "");
