@@ -241,7 +241,7 @@ impl SharedCounters {
         let withdrawn = if is_exceeded { self.table.withdraw(counter, target.end_ms, u32::MAX) } else { 0 };
         let used = reply.used.saturating_sub(u64::from(withdrawn));
         if withdrawn > 0 {
-            // Before the known usage lacks these tokens.
+            // Noted before the known usage loses these tokens.
             self.refund_later(vec![target.refund(withdrawn.into())]);
         }
         self.note_store_usage(rule_set, layer, counter, reply, used, 0);
@@ -413,7 +413,7 @@ impl SharedDecision {
         if !self.progress.ignores_leases && self.is_known_exhausted(charge_plan, first, now_ms) {
             return SendResult::Refused;
         }
-        let (began, generation) = (Instant::from_std(shared.clock.instant()), shared.generation.get());
+        let began = Instant::from_std(shared.clock.instant());
         let requests: Vec<CounterRequest> = sent.iter().map(|sent| sent.request.clone()).collect();
         let PendingCharge { outcome: receiver, granted } = shared.start_charge(requests.clone());
         let outcome = before_deadline(self.deadline, receiver).await;
@@ -438,7 +438,7 @@ impl SharedDecision {
         };
         let mut is_late = false;
         for (sent, reply) in sent.iter().zip(&replies) {
-            is_late |= self.note_reply(charge_plan, sent, *reply, refused, generation);
+            is_late |= self.note_reply(charge_plan, sent, *reply, refused);
         }
         let refunds = refunds_of(&requests, &replies).into_iter().zip(&sent);
         let refunds: Vec<_> = refunds.map(|(refund, sent)| (sent.layer.position, refund)).collect();
@@ -513,14 +513,7 @@ impl SharedDecision {
     }
 
     /// Records the reply of the store to one layer. `true`: the reply is late, and grants what was counted here since.
-    fn note_reply(
-        &mut self,
-        charge_plan: &ChargePlan,
-        sent: &SentLayer,
-        reply: CounterReply,
-        refused: bool,
-        generation: u64,
-    ) -> bool {
+    fn note_reply(&mut self, charge_plan: &ChargePlan, sent: &SentLayer, reply: CounterReply, refused: bool) -> bool {
         let (shared, charge) = (&self.shared, &mut self.context.result.charges[sent.charge]);
         let SentLayer { counter, least, local, known, .. } = *sent;
         let used = if refused { reply.used.saturating_sub(reply.granted) } else { reply.used };
@@ -536,7 +529,7 @@ impl SharedDecision {
             return false;
         }
         // If nothing was acquired, the reply is only what the store knows.
-        let least = shared.known_usage(counter, reply.end_ms, least, generation);
+        let least = shared.known_usage(counter, reply.end_ms, least, sent.request.generation);
         if used >= least {
             shared.confirm_usage(charge_plan.rule_set(), layer, counter, reply.end_ms);
         }

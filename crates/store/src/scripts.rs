@@ -133,8 +133,8 @@ pub struct CounterRequest {
     /// The gateway's time when the request was made. The time may have been set back to the server's since; `window` is
     /// then a later window.
     pub computed_ms: u64,
-    /// The number of connections that had been opened when the request was made: a server behind a later one may not have what the
-    /// request relies on. 0: it relies on nothing.
+    /// The number of connections that had been opened when the request was made. A server behind a later connection may have lost
+    /// usage that the request relies on. 0: it relies on none.
     pub generation: u64,
 }
 

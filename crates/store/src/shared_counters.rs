@@ -239,7 +239,7 @@ impl SharedCounters {
         self.send_refunds(refunds).await;
     }
 
-    /// Notes refunds, until they are sent and have a reply, or none is expected any more. Before the known usage loses their tokens.
+    /// Notes refunds until they have a reply, or none is expected any more. Called before the known usage loses their tokens.
     pub(super) fn begin_refunds(&self, refunds: &[Refund]) {
         for (counter, tokens) in refunded_tokens(refunds) {
             self.usage_order.lock(counter_id(counter)).begin_refund(tokens);

@@ -53,8 +53,6 @@ pub struct TokenFetch {
     /// The key in the store.
     pub store_key: Rc<str>,
     pub shards: u32,
-    /// The generation of connections when `request` was made.
-    pub generation: u64,
     pub request: CounterRequest,
 }
 
@@ -189,7 +187,7 @@ impl SharedCounters {
     ) {
         let (now_ms, id) = (self.clock.now().unix_ms, counter_id(fetch.counter));
         // If nothing was acquired, the reply is only what the store knows.
-        let known = self.known_usage(fetch.counter, reply.end_ms, request.used_min, fetch.generation);
+        let known = self.known_usage(fetch.counter, reply.end_ms, request.used_min, request.generation);
         let has_lost_counts = reply.used < known;
         let used = reply.used.max(known);
         let layer = fetch.rule_set.layer(fetch.layer);
@@ -774,8 +772,11 @@ impl SharedCounters {
         self.note_reconnect(self.clock.instant());
         let (counter, time) = (layer.counter(keyed_request), rule_set.time(self.clock.now().unix_ms));
         let request = AcquireRequest { end_ms: window_end_ms, ..layer.request };
-        let lasting = self.table.lasting_usage(counter, request, time);
-        let order = self.usage_order.lock(counter_id(counter)).get();
+        let (lasting, order) = {
+            // The known usage changes under this lock, together with what is unanswered.
+            let order = self.usage_order.lock(counter_id(counter));
+            (self.table.lasting_usage(counter, request, time), order.get())
+        };
         let Usage { used, end_ms } = lasting.unwrap_or(Usage { used: 0, end_ms: window_end_ms });
         let used = used.saturating_add(order.refunding).saturating_sub(order.unanswered.sum());
         let is_confirmed =
@@ -830,7 +831,6 @@ impl SharedCounters {
             counter: layer.counter(keyed_request),
             store_key,
             shards: layer.shards,
-            generation: self.generation.get(),
             request: CounterRequest { need_once_refused, ..request },
         }
     }
@@ -1959,6 +1959,28 @@ mod tests {
             worker.store.release();
             assert_eq!(worker.settled_calls().await[..2], [acquire(KEY, [3, 3, 0]), acquire(KEY, [2, 2, 0])]);
             assert_eq!((worker.store.used(KEY), worker.known_usage("a")), (5, Some(5)));
+        });
+    }
+
+    /// It relied on usage that the server behind the new connection may not have.
+    #[test]
+    fn a_request_that_was_made_before_a_reconnect_is_not_sent() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            let request = |key| [worker.fetch(0, 0, key, 1, 1).request];
+            let before = request("a");
+            worker.store.set_refusing(true);
+            worker.shared.acquire(&request("b")).await.unwrap_err();
+            worker.store.set_refusing(false);
+            worker.shared.store.ensure_connected(&before[0].key_base).await.unwrap();
+            // Another task notices the new connection.
+            let since = request("b");
+            assert!(before[0].generation < since[0].generation);
+            worker.store.take_calls();
+            assert!(matches!(worker.shared.acquire(&before).await, Ok(AcquireReply::OtherWindow { .. })));
+            assert_eq!(worker.settled_calls().await, []);
+            assert!(matches!(worker.shared.acquire(&request("a")).await, Ok(AcquireReply::Granted { .. })));
         });
     }
 
