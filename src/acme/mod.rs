@@ -142,7 +142,7 @@ impl Orderer {
         self.order.acme.domains.join(", ")
     }
 
-    /// Uses the certificate of the storage, if it is another one.
+    /// Uses the certificate of the storage.
     async fn load(&mut self) {
         let loaded = self.storage.load_certificate().await;
         self.log_storage(loaded.as_ref().err());
@@ -162,6 +162,7 @@ impl Orderer {
         }
     }
 
+    /// Uses a certificate of the storage or of the copy, if it is another one.
     fn use_stored(&mut self, text: String) {
         if self.in_use.as_ref().is_some_and(|in_use| in_use.text == text) {
             return;

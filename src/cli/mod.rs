@@ -164,7 +164,8 @@ impl fmt::Display for InvalidConfig {
     }
 }
 
-/// Reads a configuration and the files it names, and watches them and the folders of included files: no others, if it is valid.
+/// Reads a configuration and the files it names, and watches them and the folders of included files. If it is valid, no other files
+/// are watched any more.
 pub fn read_config(path: &Path, watch: &mut FileWatch) -> Result<Config, InvalidConfig> {
     // In a thread of its own: the allocator gives the memory back that large files took while they were read.
     thread::scope(|scope| {

@@ -90,7 +90,7 @@ impl ConnectionSlot {
         if max == UNLIMITED {
             return true;
         }
-        let client = address.of_client();
+        let client = address.client_network();
         let mut counts = self.limit.shard(&client).lock().unwrap_or_else(PoisonError::into_inner);
         let count = counts.entry(client).or_default();
         // A client without an entry is always below the limit: no limit is zero.

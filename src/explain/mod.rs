@@ -15,7 +15,7 @@ use self::question::Question;
 use self::route_choice::RouteChoice;
 use self::rule_state::{RuleResult, RuleState, error_text};
 use crate::proxy::body_reading::read_values;
-use crate::proxy::include_usage::{asking_for_usage, is_set_for};
+use crate::proxy::include_usage::{asking_for_usage, sets_include_usage};
 use crate::proxy::served_config::ServedConfig;
 use transom_config::Config;
 use transom_config::access::rfc3339;
@@ -370,7 +370,7 @@ fn read_body(
 ) -> Result<BodyValues, RequestError> {
     let (values, text) = read_values(plan, body, headers, served.body_key_limit(resolved.actions()))?;
     let actions = served.config.routes[resolved.route_id].actions.as_deref();
-    if is_set_for(actions, resolved.attributes.path) {
+    if sets_include_usage(actions, resolved.attributes.path) {
         asking_for_usage(&text, &values)?;
     }
     Ok(values)

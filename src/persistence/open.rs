@@ -291,7 +291,9 @@ fn inherit(inherited: OwnedFd, fresh: Header, clock: &Clock) -> Result<Counters,
         let bytes = file.metadata().map_err(|_unreadable| UnusableFile::Foreign)?.len();
         let header = read_header(&file, bytes)?;
         if header.layout != fresh.layout {
-            tracing::warn!("the table of the previous process is kept: another `counters.capacity` needs a restart");
+            tracing::warn!(
+                "the previous process uses a table for another capacity, which is kept: a change of `counters.capacity` needs a restart"
+            );
         }
         Counters::from_file(file, header).map_err(|_short| UnusableFile::Damaged)?.validate(clock)
     };

@@ -58,7 +58,7 @@ impl BodyReading {
         timer: &Timer,
     ) -> Result<ReadBody, RequestError> {
         let BodyReading { client, plan, max_bytes, limits, timeout, set_include_usage } = self;
-        let memory = MEMORY.share_of(CLIENT_HASHER.hash_one(client.of_client()));
+        let memory = MEMORY.share_of(CLIENT_HASHER.hash_one(client.client_network()));
         let body = RequestBody::new(body, || limits.at_most(max_bytes as u64));
         let mut body = read_to_end(body, memory, timeout, timer).await?;
         let (values, text) = read_values(&plan, body.data(), headers, max_bytes)?;

@@ -17,7 +17,7 @@ use http_body::Body as _;
 
 use super::admission::{Admission, Evaluation, PendingAdmission, evaluate};
 use super::body_reading::{BodyReading, ReadBody};
-use super::include_usage::{hide_usage, is_set_for};
+use super::include_usage::{hide_usage, sets_include_usage};
 use super::peer::{ConnectionInfo, Peer};
 use super::request_record::RequestRecord;
 use super::response::{Content, ResponseBody, ResponseFormat, error_response, forwarded_response, refusal_response};
@@ -549,8 +549,8 @@ fn state_of_needed_body(
     }
     let timeout = timeouts_of(served, actions).body;
     let limits = upload_limits(worker, served, resolved.route_id);
-    let actions = served.config.routes[resolved.route_id].actions.as_deref();
-    let set_include_usage = is_set_for(actions, resolved.attributes.path);
+    let configured = served.config.routes[resolved.route_id].actions.as_deref();
+    let set_include_usage = sets_include_usage(configured, resolved.attributes.path);
     BodyState::Unread(Box::new(BodyReading {
         client: client.address,
         plan: Arc::clone(plan),

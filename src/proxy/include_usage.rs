@@ -50,8 +50,8 @@ pub struct RewrittenBody {
     pub hides_usage: bool,
 }
 
-/// Whether requests for this path are made to ask for their usage. Others of these APIs have no such member, and servers refuse it.
-pub fn is_set_for(actions: Option<&Actions>, path: &str) -> bool {
+/// Whether `include_usage` is set in requests for this path. Servers refuse the member in other requests of these APIs.
+pub fn sets_include_usage(actions: Option<&Actions>, path: &str) -> bool {
     actions.is_some_and(|actions| actions.set_include_usage && is_completion(path))
 }
 

@@ -37,8 +37,8 @@ impl ClientAddress {
         }
     }
 
-    /// Equal for all addresses of a client: for IPv6, the network.
-    pub fn of_client(self) -> ClientAddress {
+    /// The address for limits of a client: for IPv6, that of its network.
+    pub fn client_network(self) -> ClientAddress {
         match self.to_canonical() {
             ClientAddress::Ip(ip @ IpAddr::V6(_)) => Network::containing(ip, V6_CLIENT_PREFIX).address.into(),
             client @ (ClientAddress::Ip(IpAddr::V4(_)) | ClientAddress::Unix) => client,

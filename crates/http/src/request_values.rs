@@ -65,7 +65,7 @@ pub fn query_parameter_or_empty<'a>(query: &'a str, name: &str) -> Result<Occurr
         }
     }
     let mut pieces = query.as_bytes().split(|byte| matches!(byte, b'&' | b';')).map(name_of);
-    if pairs.is_repeated || pieces.any(|piece| is_look_alike(piece, name.as_bytes(), true)) {
+    if pairs.is_repeated || pieces.any(|piece| is_look_alike(piece, name.as_bytes(), Case::Ignored)) {
         return Ok(Occurrence::Repeated);
     }
     match pairs.value {
@@ -121,15 +121,22 @@ fn name_matches(encoded: &[u8], name: &[u8]) -> Result<bool, InvalidEscape> {
     Ok(is_same && expected.next().is_none())
 }
 
+/// Whether names are compared with regard to case.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Case {
+    Kept,
+    Ignored,
+}
+
 /// Whether some servers take an encoded name for `name`, which it is not. PHP replaces `.`, `[` and spaces by `_`, skips leading
 /// spaces, and ends a name at NUL; ASP.NET ignores case. PHP, Rack and the `qs` of Express take `name[]=a` for a list `name`.
-fn is_look_alike(encoded: &[u8], name: &[u8], ignores_case: bool) -> bool {
+fn is_look_alike(encoded: &[u8], name: &[u8], case: Case) -> bool {
     if encoded.len() < name.len() {
         return false;
     }
     let fold = |byte: u8| match byte {
         b'.' | b'[' | b' ' => b'_',
-        byte if ignores_case => byte.to_ascii_lowercase(),
+        byte if case == Case::Ignored => byte.to_ascii_lowercase(),
         byte => byte,
     };
     let decoded = PercentDecoder::new(encoded).map_while(Result::ok).skip_while(|byte| *byte == b' ');
@@ -157,7 +164,8 @@ pub fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Occurrence<'a> {
     for other in pieces.filter(|piece| piece.contains(&b'=')).map(name_of) {
         if other == name.as_bytes() {
             named += 1;
-        } else if is_look_alike(other, name.as_bytes(), false) || name_matches(other, name.as_bytes()) == Ok(true) {
+        } else if is_look_alike(other, name.as_bytes(), Case::Kept) || name_matches(other, name.as_bytes()) == Ok(true)
+        {
             return Occurrence::Repeated;
         }
     }

@@ -259,6 +259,15 @@ pub struct NamedFile {
     pub text: String,
 }
 
+/// A route of the product that cannot be expressed.
+#[derive(Debug)]
+pub struct DroppedRoute {
+    /// Routes that match all that it matches, and have its restrictions.
+    pub at_most: Vec<Route>,
+    pub position: Position,
+    pub why: String,
+}
+
 /// An imported configuration.
 #[derive(Default, Debug)]
 pub struct Gateway {
@@ -273,8 +282,8 @@ pub struct Gateway {
     pub routes: Vec<Route>,
     pub files: Vec<NamedFile>,
     pub notes: Vec<Note>,
-    /// Routes that cannot be expressed, with what they match at most, and why.
-    pub dropped: Vec<(Vec<Route>, Position, String)>,
+    /// Routes that cannot be expressed.
+    pub dropped: Vec<DroppedRoute>,
     /// Whether the product takes any of the routes that match and have the same rank.
     pub takes_any: bool,
     /// The notes that stand at a section, by their index.
@@ -305,10 +314,9 @@ impl Gateway {
         self.notes.len() - 1
     }
 
-    /// A route that cannot be expressed. `routes` match all that it matches, and have its restrictions. What other routes do
-    /// with these requests is noted when all are known.
-    pub fn drop_routes(&mut self, routes: Vec<Route>, position: &Position, text: String) {
-        self.dropped.push((routes, position.clone(), text));
+    /// Leaves out a route that cannot be expressed. What other routes do with its requests is noted when all are known.
+    pub fn drop_route(&mut self, at_most: Vec<Route>, position: &Position, why: String) {
+        self.dropped.push(DroppedRoute { at_most, position: position.clone(), why });
     }
 
     /// Keeps one of equal servers of an upstream: their shares of the requests cannot differ.
@@ -428,7 +436,7 @@ impl Gateway {
             let denied = std::mem::take(&mut route.section.denied);
             let mut section = Section::default();
             section.close(403);
-            // Who follows a redirect is refused then.
+            // A client that follows the redirect is refused there.
             let admits =
                 route.section.get("redirect").is_none() && section.get("respond") != route.section.get("respond");
             let refusal = (admits && !denied.is_empty()).then(|| Route { networks: denied, section, ..route.clone() });

@@ -279,7 +279,7 @@ impl<'d> Importer<'d> {
                     let text = format!("`path: {path}`: routes cannot express this regular expression");
                     let path = widened(&format!("^{}", path.trim_start_matches('^')));
                     let dropped = Route { hosts, path, section, ignores_case: true, ..Route::default() };
-                    return self.gateway.drop_routes(vec![dropped], &node.position, text);
+                    return self.gateway.drop_route(vec![dropped], &node.position, text);
                 }
             },
             Some("Prefix") => segments(if path == "/" { path } else { path.trim_end_matches('/') }),

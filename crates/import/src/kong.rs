@@ -764,7 +764,7 @@ impl<'d> Importer<'d> {
                         let text = format!("the path `{path}`: routes cannot express this regular expression");
                         let (hosts, path) = (hosts.clone(), widened(&anchored));
                         let dropped = Route { hosts, path, methods, section, ..Route::default() };
-                        self.gateway.drop_routes(vec![dropped], &route.position, text);
+                        self.gateway.drop_route(vec![dropped], &route.position, text);
                         continue;
                     };
                     if strips && section.get("upstream").is_some() {

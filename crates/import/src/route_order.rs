@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::cmp::Ordering;
 
-use crate::gateway::{Gateway, Route, Section, Value};
+use crate::gateway::{DroppedRoute, Gateway, Route, Section, Value};
 use crate::network::networks_of_both;
 use crate::path::{Common, common, covers, precedes};
 use crate::source::Effect;
@@ -84,10 +84,13 @@ pub fn keep_order(gateway: &mut Gateway, product: &str) {
 
 /// Notes routes that cannot be expressed, by whether other routes admit requests that they restrict.
 pub fn note_dropped(gateway: &mut Gateway) {
-    for (dropped, position, text) in std::mem::take(&mut gateway.dropped) {
-        let pairs = dropped.iter().flat_map(|dropped| gateway.routes.iter().map(move |other| (dropped, other)));
-        let mut others: Vec<(&Route, &Route)> =
-            { pairs }.filter(|(dropped, other)| may_match_both(dropped, other)).collect();
+    for DroppedRoute { at_most, position, why } in std::mem::take(&mut gateway.dropped) {
+        let mut others: Vec<(&Route, &Route)> = Vec::new();
+        for dropped in &at_most {
+            others.extend(
+                gateway.routes.iter().filter(|other| may_match_both(dropped, other)).map(|other| (dropped, other)),
+            );
+        }
         // One that has all of its requests is shown.
         others
             .sort_by_key(|(dropped, other)| !covers(&dropped.compared(&other.path), &dropped.compared(&dropped.path)));
@@ -97,7 +100,7 @@ pub fn note_dropped(gateway: &mut Gateway) {
             Some((_, other)) => format!("its requests may have the route of `{}`", other.shown()),
             None => "its requests get 404".to_owned(),
         };
-        gateway.note(effect, &position, format!("{text}: {outcome}"));
+        gateway.note(effect, &position, format!("{why}: {outcome}"));
     }
 }
 
@@ -111,9 +114,8 @@ fn may_match_both(dropped: &Route, other: &Route) -> bool {
 fn hosts_of_both(one: &Route, other: &Route) -> bool {
     let matches =
         |wide: &str, narrow: &str| wide == narrow || wide.strip_prefix('*').is_some_and(|end| narrow.ends_with(end));
-    let pairs = one.hosts.iter().flat_map(|one| other.hosts.iter().map(move |other| (one, other)));
-    one.hosts.is_empty() || other.hosts.is_empty() || { pairs }
-        .any(|(one, other)| matches(one, other) || matches(other, one))
+    let meets = |one: &String| other.hosts.iter().any(|other| matches(one, other) || matches(other, one));
+    one.hosts.is_empty() || other.hosts.is_empty() || one.hosts.iter().any(meets)
 }
 
 impl Route {

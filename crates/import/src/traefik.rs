@@ -680,7 +680,7 @@ fn drop_alternative(
     let section = section.clone();
     let route = Route { hosts, methods, headers, query, networks, section, ..Route::default() };
     let routes = paths.into_iter().map(|path| Route { path, ..route.clone() }).collect();
-    gateway.drop_routes(routes, position, why);
+    gateway.drop_route(routes, position, why);
 }
 
 /// What middlewares do with the path, and the rules of a router.

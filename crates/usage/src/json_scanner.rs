@@ -69,7 +69,7 @@ struct Text {
     high_surrogate: u16,
 }
 
-/// Whether some servers may read a text as JSON: it begins as an array, an object or a comment.
+/// Whether some servers may read a text as JSON: behind blanks it begins as an array, an object or a comment.
 pub fn may_be_json(text: &[u8]) -> bool {
     let start = text.iter().position(|byte| !is_blank(*byte)).unwrap_or(text.len());
     matches!(text[start..], [b'{' | b'[', ..] | [b'/', b'/' | b'*', ..])

@@ -1,19 +1,19 @@
 //! Bounds the memory that bodies of all connections hold. All workers count together, in relaxed atomics.
 //!
-//! A client may hold as much as is still free: alone half of the budget, of n clients that take all they can each a part of n + 1.
-//! So no client takes what the others need (dynamic thresholds: Choudhury and Hahne, 1998).
+//! A client may hold as much as is still free (dynamic thresholds: Choudhury and Hahne, 1998): one client at most half of the
+//! budget, and each of n clients that take all they can a part of n + 1. So a client leaves memory for the others.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Counts of what clients hold. Clients with the same count share it, which is rarely noticed and strict.
-const CLIENTS: usize = 1024;
+/// Number of counts of what clients hold. Clients whose hashes have the same count are limited as one.
+const CLIENT_COUNTS: usize = 1024;
 
 /// How much memory may be held.
 #[derive(Debug)]
 pub struct MemoryBudget {
     bytes_left: AtomicUsize,
     /// By the hash of the client.
-    held: [AtomicUsize; CLIENTS],
+    held: [AtomicUsize; CLIENT_COUNTS],
 }
 
 /// What one body holds. Its drop gives the memory back.
@@ -27,17 +27,17 @@ pub struct MemoryShare {
 
 impl MemoryBudget {
     pub const fn new(bytes: usize) -> MemoryBudget {
-        MemoryBudget { bytes_left: AtomicUsize::new(bytes), held: [const { AtomicUsize::new(0) }; CLIENTS] }
+        MemoryBudget { bytes_left: AtomicUsize::new(bytes), held: [const { AtomicUsize::new(0) }; CLIENT_COUNTS] }
     }
 
-    /// A share of 0 bytes, which no client chooses.
+    /// A share of 0 bytes that counts for no client.
     pub fn share(&'static self) -> MemoryShare {
         MemoryShare { budget: self, held: None, bytes: 0 }
     }
 
-    /// A share of 0 bytes of the client with this hash.
+    /// A share of 0 bytes that counts for the client with this hash.
     pub fn share_of(&'static self, client: u64) -> MemoryShare {
-        MemoryShare { budget: self, held: Some(&self.held[client as usize % CLIENTS]), bytes: 0 }
+        MemoryShare { budget: self, held: Some(&self.held[client as usize % CLIENT_COUNTS]), bytes: 0 }
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use super::format::requested_model;
 use super::json_pointer::{PointerTree, TextId};
-use super::json_scanner::{Document, JsonScanner, is_blank};
+use super::json_scanner::{Document, JsonScanner, is_blank, may_be_json};
 use super::usage::RequestedModel;
 use super::values::{Text, Values};
 
@@ -26,35 +26,35 @@ static PLAN: LazyLock<Plan> = LazyLock::new(|| {
 pub struct PassingModel {
     scanner: JsonScanner,
     values: Values,
-    /// The first byte that is not blank.
-    first: Option<u8>,
+    /// The beginning of the body without blanks, as long as [`may_be_json`] needs it.
+    beginning: Vec<u8>,
     is_ambiguous: bool,
 }
 
 impl Default for PassingModel {
     fn default() -> PassingModel {
         let values = Values::new(&PLAN.tree);
-        PassingModel { scanner: JsonScanner::of_requests(), values, first: None, is_ambiguous: false }
+        PassingModel { scanner: JsonScanner::of_requests(), values, beginning: Vec::new(), is_ambiguous: false }
     }
 }
 
 impl PassingModel {
     /// The next bytes of the body, without a content coding.
     pub fn push(&mut self, bytes: &[u8]) {
-        let start = match self.first {
-            Some(_) => 0,
-            None => bytes.iter().position(|byte| !is_blank(*byte)).unwrap_or(bytes.len()),
+        let blanks = match self.beginning.is_empty() {
+            true => bytes.iter().take_while(|byte| is_blank(**byte)).count(),
+            false => 0,
         };
-        self.first = self.first.or(bytes.get(start).copied());
-        self.scanner.push(&PLAN.tree, &mut self.values, &bytes[start..]);
+        let text = &bytes[blanks..];
+        self.beginning.extend(text.iter().take(2_usize.saturating_sub(self.beginning.len())));
+        self.scanner.push(&PLAN.tree, &mut self.values, text);
     }
 
     /// The body has ended, or nothing more of it decides.
     pub fn finish(mut self) -> PassingModel {
         let document = self.scanner.finish(&PLAN.tree, &mut self.values);
-        let may_be_json = matches!(self.first, Some(b'{' | b'[' | b'/'));
         let is_unclear = document == Document::Malformed || self.scanner.has_unchecked_levels();
-        self.is_ambiguous = self.values.has_repeated_member() || may_be_json && is_unclear;
+        self.is_ambiguous = self.values.has_repeated_member() || is_unclear && may_be_json(&self.beginning);
         self.values.commit();
         self
     }
@@ -97,6 +97,7 @@ mod tests {
             (br#"{"model":null}"#, Unknown),
             (br#"[{"model":"a"}]"#, Unknown),
             (b"model=a", Unknown),
+            (b"/model/a", Unknown),
             (b"--boundary\r\n", Unknown),
             (br#"{"model":"a","model":"b"}"#, Ambiguous),
             (br#"{"model":"a","Model":"b"}"#, Ambiguous),

@@ -8,7 +8,7 @@ use super::json_pointer::{NodeId, PointerTree, SlotId, TextId};
 pub enum Value {
     #[default]
     Absent,
-    /// Something else than a number, or a number that a [`Decimal`] cannot hold.
+    /// Something else than a number, or a number that is negative or too small for a [`Decimal`].
     Unreadable,
     /// A number that is greater than a [`Decimal`] can be.
     TooGreat,

@@ -220,7 +220,7 @@ impl<'d> Importer<'d> {
                         let (path, ignores_case) = (widened(path), modifier == "~*");
                         let route = Route { hosts: hosts.to_vec(), path, section, ignores_case, ..Route::default() };
                         let text = format!("`{}`: routes cannot express this regular expression", block.text());
-                        self.gateway.drop_routes(vec![route], &block.position, text);
+                        self.gateway.drop_route(vec![route], &block.position, text);
                         continue;
                     }
                 },
