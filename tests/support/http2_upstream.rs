@@ -17,6 +17,8 @@ use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio_rustls::TlsAcceptor;
 
+use super::upstream::bind;
+
 pub struct Http2Upstream {
     pub address: SocketAddr,
     pub state: Arc<State>,
@@ -84,7 +86,7 @@ impl Http2Upstream {
     {
         let state = Arc::new(State::default());
         let (stop, stopped) = oneshot::channel();
-        let listener = std::net::TcpListener::bind(setup.address).unwrap();
+        let listener = bind(setup.address);
         listener.set_nonblocking(true).unwrap();
         let address = listener.local_addr().unwrap();
         let script: Arc<Script> = Arc::new(move |stream| Box::pin(script(stream)));

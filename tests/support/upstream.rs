@@ -3,7 +3,7 @@
 //! Every connection gets a thread. The script reads requests from a [`Connection`] and sends bytes, valid or not. A script
 //! that panics fails the test when the upstream is dropped.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 
 use socket2::{Domain, Socket, Type};
 
-use super::DEADLINE;
+use super::{DEADLINE, eventually};
 
 pub struct Upstream {
     pub address: SocketAddr,
@@ -64,6 +64,20 @@ impl ReceivedRequest {
     }
 }
 
+/// Listens at an address. Another test may start a process at the time when a listener of that address is closed: the process has a
+/// copy of the listener until it runs its program.
+pub fn bind(address: SocketAddr) -> TcpListener {
+    let mut listener = None;
+    eventually("the address is free", || {
+        listener = match TcpListener::bind(address) {
+            Err(error) if error.kind() == ErrorKind::AddrInUse => return false,
+            bound => Some(bound.unwrap()),
+        };
+        true
+    });
+    listener.unwrap()
+}
+
 impl Upstream {
     /// Follows a script on every connection.
     pub fn with_script(script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
@@ -72,7 +86,7 @@ impl Upstream {
 
     /// As [`Upstream::with_script`], at an address chosen by the test.
     pub fn at_address(address: SocketAddr, script: impl Fn(&mut Connection) + Send + Sync + 'static) -> Upstream {
-        Upstream::on_listener(TcpListener::bind(address).unwrap(), script)
+        Upstream::on_listener(bind(address), script)
     }
 
     /// Follows a script from now on, at an address that has refused connections until now.
