@@ -50,9 +50,9 @@ const commands = {
   // Findings of axe-core, and by how many pixels the page is too wide. In the dark, only colours can differ.
   async check() {
     await page.evaluate(readFileSync(require.resolve("axe-core"), "utf8"));
-    const { violations } = await page.evaluate(() => axe.run());
+    const { violations } = await page.evaluate(() => axe.run({ resultTypes: ["violations"] }));
     await page.emulateMedia({ colorScheme: "dark" });
-    violations.push(...(await page.evaluate(() => axe.run({ runOnly: ["color-contrast", "link-in-text-block"] }))).violations);
+    violations.push(...(await page.evaluate(() => axe.run({ resultTypes: ["violations"], runOnly: ["color-contrast", "link-in-text-block"] }))).violations);
     await page.emulateMedia({ colorScheme: "light" });
     const overflow = await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth);
     return { findings: violations.map(({ id, nodes }) => `${id}: ${nodes[0].html}`), overflow };

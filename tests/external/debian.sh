@@ -36,7 +36,7 @@ if [ "$target" = release ]; then
 fi
 if [ "$target" = test ]; then
     need caddy 'asks for decisions by forward_auth' command -v caddy
-    need chromium 'dashboard, report of simulate, and HTTP/2 of a browser' command -v chromium
+    need chromium-headless-shell 'dashboard, report of simulate, and HTTP/2 of a browser' command -v chromium-headless-shell
     need curl 'client of each version of HTTP; commands of guides' command -v curl
     need faketime 'steps of the clock, in the gateway and in Redis' command -v faketime
     need firefox-esr 'dashboard in a second browser' command -v firefox-esr

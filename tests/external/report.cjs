@@ -30,7 +30,7 @@ async function main(executablePath, file, folder) {
         found.overflow[name] = await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth);
         if (bypassCSP) {
           await page.evaluate(readFileSync(require.resolve("axe-core"), "utf8"));
-          const { violations } = await page.evaluate(() => axe.run());
+          const { violations } = await page.evaluate(() => axe.run({ resultTypes: ["violations"] }));
           const serious = violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
           found.findings.push(...serious.map(({ id, nodes }) => `${name}: ${id}: ${nodes[0].html}`));
         } else if (folder) {

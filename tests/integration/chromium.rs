@@ -10,13 +10,13 @@ use serde_json::{Value, json};
 use super::cors::{ORIGIN, guide};
 use crate::support::TempDir;
 use crate::support::external_scripts::ScriptServer;
-use crate::support::external_servers::{node, program};
+use crate::support::external_servers::{CHROMIUM, node, program};
 use crate::support::tls_gateway::TlsGateway;
 
 /// Opens the page `/` of the gateway, and returns its results.
 fn open_page(tls_gateway: &TlsGateway) -> Value {
     let output = node("browser.cjs")
-        .arg(program("chromium"))
+        .arg(program(CHROMIUM))
         .args([tls_gateway.tls.to_string(), tls_gateway.authority.pin.clone()])
         .stdin(Stdio::null())
         .output()

@@ -19,7 +19,7 @@ use sha2::Digest;
 use transom_limiter::secret_digest::Digest as SecretDigest;
 
 use crate::support::client::{Client, HOST, request};
-use crate::support::external_servers::{node, program};
+use crate::support::external_servers::{CHROMIUM, node, program};
 use crate::support::gateway::Gateway;
 use crate::support::gateway_group::shared_config;
 use crate::support::process::{BINARY, Process};
@@ -282,7 +282,7 @@ struct Browser {
 
 impl Browser {
     fn start() -> Browser {
-        Browser::driven_by("dashboard.cjs", "chromium")
+        Browser::driven_by("dashboard.cjs", CHROMIUM)
     }
 
     fn driven_by(driver: &str, browser: &str) -> Browser {

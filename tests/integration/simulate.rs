@@ -16,7 +16,7 @@ use transom_limiter::secret_digest::Digest;
 
 use crate::support::access_logs::{LogForm, LogShape, write_log};
 use crate::support::client::{Client, HOST, request};
-use crate::support::external_servers::{node, program};
+use crate::support::external_servers::{CHROMIUM, node, program};
 use crate::support::gateway::{Gateway, with_listen};
 use crate::support::process::BINARY;
 use crate::support::upstream::{Connection, Upstream, reply};
@@ -1238,7 +1238,7 @@ fn the_html_report_is_readable_in_a_browser() {
     let (code, _, err) = directory.run(&["--html", "report.html", "--try", "plain=10/minute,99/hour", "access.log"]);
     assert_eq!(code, 0, "{err}");
     let mut browser = node("report.cjs");
-    let output = browser.arg(program("chromium")).arg(directory.0.path().join("report.html")).output().unwrap();
+    let output = browser.arg(program(CHROMIUM)).arg(directory.0.path().join("report.html")).output().unwrap();
     assert!(output.status.success(), "the browser failed:\n{}", String::from_utf8_lossy(&output.stderr));
     let found: Value = serde_json::from_slice(&output.stdout).unwrap();
     let nothing =
@@ -1262,7 +1262,7 @@ fn report_screenshots_can_be_made() {
     let (code, _, err) = directory.run(&[&candidates, &["--html", "report.html", "access.log"][..]].concat());
     assert_eq!(code, 0, "{err}");
     let mut browser = node("report.cjs");
-    browser.arg(program("chromium")).arg(directory.0.path().join("report.html")).arg(directory.0.path());
+    browser.arg(program(CHROMIUM)).arg(directory.0.path().join("report.html")).arg(directory.0.path());
     assert!(browser.stdout(Stdio::null()).status().unwrap().success());
     let made = fs::read(directory.0.path().join("light.png")).unwrap();
     assert!(made.starts_with(b"\x89PNG"));

@@ -109,6 +109,9 @@ pub fn program(name: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("`{name}` is missing; `make parts` installs it"))
 }
 
+/// Chromium without a user interface, which takes half the CPU time of the one with.
+pub const CHROMIUM: &str = "chromium-headless-shell";
+
 /// The path of a program from PyPI, which tests/external/PART.txt lists.
 pub fn part(part: &str, name: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/.parts").join(part).join("bin").join(name);
