@@ -1039,8 +1039,8 @@ struct OverOutages {
 impl OverOutages {
     const TIMEOUT_MS: Ms = 100;
 
-    /// Sends a request and compares the response. Returns `false` if it differs by late charges: what the gateway counts from then on
-    /// depends on them.
+    /// Sends a request and compares the response. Returns `false` if it differs by late charges, or by leased tokens that do not pay for
+    /// it: what the gateway counts from then on depends on them.
     #[track_caller]
     fn send(&mut self, client: &mut Client, request: &Request, store: &SteppedStore) -> bool {
         let now = store.now();
@@ -1059,9 +1059,11 @@ impl OverOutages {
         let may_be_unknown = self.is_away || (self.is_successor && self.model.takes_nothing(request));
         let precision = Precision::Outages { slack_s: 10 + rounded_up_s(took_ms), may_be_unknown };
         if let Err(difference) = check(&response, request, &decision, &self.model, now, precision) {
-            // Late charges leave less, never more.
-            let has_late_charges = had_late_charges || self.has_late_charges(request, now);
-            if !has_late_charges || is_laxer(&response, &decision, &self.model.items(request, now)) {
+            // Late charges leave less, never more. So do leased tokens that do not pay for the request.
+            let leaves_less = had_late_charges
+                || self.has_late_charges(request, now)
+                || (self.is_away && self.model.may_exceed_lease(request));
+            if !leaves_less || is_laxer(&response, &decision, &self.model.items(request, now)) {
                 self.history.fail(&difference);
             }
             return false;
