@@ -148,7 +148,7 @@ fn nginx(text: &str) -> ExternalServer {
 const KEY: &[(&str, &str)] = &[("X-Api-Key", "k1")];
 
 /// For each sample, requests to all of its locations.
-const NGINX: [(&str, &[Requests]); 13] = [
+const NGINX: [(&str, &[Requests]); 14] = [
     (
         "blocklist",
         &[
@@ -255,6 +255,18 @@ const NGINX: [(&str, &[Requests]); 13] = [
             // Credentials are not checked: closed.
             get("/private/", 1).differs(403),
             get("/bot", 1).with(&[("User-Agent", "crawler")]).differs(200),
+        ],
+    ),
+    (
+        "numbers",
+        &[
+            get("/users/7", 3),
+            get("/users/7/more", 1),
+            // The route has any characters there.
+            get("/users/me", 1).differs(200),
+            get("/v2/items/0b5e6c1a-7d4f-4f0e-9a51-3c2b1d0e9f87.json", 1),
+            // Left out, as the report says.
+            get("/reports/7", 1).differs(200),
         ],
     ),
     (

@@ -209,6 +209,53 @@ pub fn of_regex(regex: &str) -> Option<(Vec<String>, Vec<String>)> {
     Some((patterns.collect(), further))
 }
 
+/// The expression with `[^/]+` for each class of characters that are repeated in a segment, such as `\\d+` or `[a-z-]{2}`; it matches
+/// more. `None` if there is no such class.
+pub fn with_any_characters(regex: &str) -> Option<String> {
+    let mut wider = String::new();
+    let mut rest = regex;
+    while let Some(c) = rest.chars().next() {
+        if let Some(after) = segment_class(rest) {
+            wider.push_str(&rest[..rest.len() - after.len()]);
+            rest = after;
+        } else if let Some(after) = repeated_class(rest) {
+            wider.push_str("[^/]+");
+            rest = after;
+        } else {
+            let end =
+                if c == '\\' { rest.char_indices().nth(2).map_or(rest.len(), |(at, _)| at) } else { c.len_utf8() };
+            wider.push_str(&rest[..end]);
+            rest = &rest[end..];
+        }
+    }
+    let wider = wider.replace("([^/]+)", "[^/]+");
+    (wider != regex).then_some(wider)
+}
+
+/// What stands behind a class of characters without `/` and its `+` or `{…}`.
+fn repeated_class(text: &str) -> Option<&str> {
+    let after = match text.strip_prefix('[') {
+        Some(class) => {
+            let (class, after) = class.split_once(']')?;
+            let is_part = !class.is_empty() && !class.starts_with('^') && !class.contains(['/', '[', '\\']);
+            // From `+` to `9` is `/` too.
+            let is_range = |range: &[u8]| {
+                range[1] == b'-' && !(range[0].is_ascii_alphanumeric() && range[2].is_ascii_alphanumeric())
+            };
+            after.get(..).filter(|_| is_part && !class.as_bytes().windows(3).any(is_range))?
+        }
+        None => ["\\d", "\\w"].iter().find_map(|class| text.strip_prefix(class))?,
+    };
+    match after.strip_prefix('{') {
+        Some(count) => {
+            let (count, after) = count.split_once('}')?;
+            (!count.starts_with('0') && count.bytes().all(|byte| byte.is_ascii_digit() || byte == b','))
+                .then_some(after)
+        }
+        None => after.strip_prefix('+'),
+    }
+}
+
 /// A pattern of all paths that a regular expression matches, and of others.
 pub fn widened(regex: &str) -> String {
     let text = regex.strip_prefix('^').unwrap_or("");
@@ -306,6 +353,25 @@ mod tests {
         assert_eq!(patterns("^/a(b)?$"), "");
         assert_eq!(patterns("^/static/[^/]+\\.(css|js)$"), "/static/*.css /static/*.js");
         assert_eq!(patterns("^/x[^/]+[^/]+$"), "");
+    }
+
+    #[test]
+    fn classes_of_characters_become_whole_segments() {
+        for (regex, wider) in [
+            ("^/users/\\d+$", Some("^/users/[^/]+$")),
+            ("^/v([0-9]+)/\\w{2,4}\\.json$", Some("^/v[^/]+/[^/]+\\.json$")),
+            ("^/(?<year>\\d{4})/[a-z_0-9-]+", Some("^/(?<year>[^/]+)/[^/]+")),
+            ("^/users/[^/]+$", None),
+            ("^/users/[^0-9]+$", None),
+            ("^/users/[+-9]+$", None),
+            ("^/users/[\\d/]+$", None),
+            ("^/users/\\d*$", None),
+            ("^/users/\\d{0,4}$", None),
+            ("^/users/[0-9]$", None),
+            ("^/a\\[b]+$", None),
+        ] {
+            assert_eq!(with_any_characters(regex).as_deref(), wider, "{regex}");
+        }
     }
 
     #[test]

@@ -9,7 +9,9 @@ use super::upstreams::Target;
 use super::{Importer, Scope, directives, duration, heading, note_unread_at, size, size_text, template};
 use crate::gateway::{Route, Section, Value, one_or_list, table};
 use crate::network::{Network, difference, intersection};
-use crate::path::{Common, common, covers, literal, of_regex, precedes, prefix, segments, widened, within_segment};
+use crate::path::{
+    Common, common, covers, literal, of_regex, precedes, prefix, segments, widened, with_any_characters, within_segment,
+};
 use crate::rate::duration_text;
 use crate::source::Effect;
 
@@ -105,7 +107,7 @@ impl<'d> Importer<'d> {
         }
         let mut redirect = self.https_redirect(server);
         let mut locations = Vec::new();
-        self.collect(server.block.children(), scope, &routes.hosts, &mut locations);
+        self.collect(server.block.children(), scope, server, &routes.hosts, &mut locations);
         for location in &mut locations {
             location.patterns.retain(|pattern| !rewrites.iter().any(|rewrite| rewrite.covers(pattern)));
             let is_in_part = |rewrite: &&Redirect| {
@@ -169,6 +171,7 @@ impl<'d> Importer<'d> {
         &mut self,
         block: &'d [Directive],
         scope: &Scope<'d>,
+        server: &Server<'d>,
         hosts: &[String],
         locations: &mut Vec<Location<'d>>,
     ) {
@@ -191,7 +194,7 @@ impl<'d> Importer<'d> {
             let (kind, patterns) = match modifier {
                 "=" => (Kind::Exact, vec![literal(path)]),
                 "^~" => (Kind::Preferred, self.prefix(&mut section, block, path)),
-                "~" | "~*" => match of_regex(path) {
+                "~" | "~*" => match of_regex(path).or_else(|| self.wider_regex(&mut section, server, block, path)) {
                     Some((mut patterns, further)) => {
                         let restricts = restricts(block);
                         let has_letters = path.bytes().any(|byte| byte.is_ascii_alphabetic());
@@ -229,8 +232,27 @@ impl<'d> Importer<'d> {
             block.mark(Fate::Translated);
             let inner = scope.inner(block.children());
             locations.push(Location { block, scope: inner.clone(), patterns, kind, section });
-            self.collect(block.children(), &inner, hosts, locations);
+            self.collect(block.children(), &inner, server, hosts, locations);
         }
+    }
+
+    /// The patterns of an expression with any characters in place of some, unless they would have other paths of a location with limits
+    /// or access rules.
+    fn wider_regex(
+        &mut self,
+        section: &mut Section,
+        server: &Server,
+        block: &Directive,
+        regex: &str,
+    ) -> Option<(Vec<String>, Vec<String>)> {
+        let wider = of_regex(&with_any_characters(regex)?)?;
+        if has_restricting(server.block.children(), block) {
+            return None;
+        }
+        let text =
+            format!("`{}`: the route has any characters in place of those in brackets or after `\\`", block.text());
+        section.comment(self.gateway.placed_note(Effect::Differs, &block.position, text));
+        Some(wider)
     }
 
     /// Where limits depend on it, also the paths that begin so within a segment.
@@ -700,6 +722,14 @@ impl<'d> Importer<'d> {
             section.set("timeouts", Value::Table(timeouts));
         }
     }
+}
+
+/// Whether a location other than `but` has limits or access rules of its own.
+fn has_restricting(blocks: &[Directive], but: &Directive) -> bool {
+    blocks
+        .iter()
+        .filter(|block| block.name == "location")
+        .any(|block| !std::ptr::eq(block, but) && restricts(block) || has_restricting(block.children(), but))
 }
 
 /// Whether a location has limits or access rules of its own.
