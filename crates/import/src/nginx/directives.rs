@@ -129,7 +129,10 @@ const REASONS: &[(&str, &str)] = &[
     ("merge_slashes", "repeated slashes become one"),
     ("proxy_pass_request_headers", "the fields of requests are forwarded"),
     ("rewrite_by_lua", "the gateway runs no code"),
-    ("rewrite", "of regular expressions, only those for a whole prefix can be expressed"),
+    (
+        "rewrite",
+        "a route replaces a prefix of the path, or all of it by one text; it redirects a path, or what is below one",
+    ),
     ("if", "the gateway has no conditions but those of routes"),
     ("slow_start", "see `slow_start` of the upstream"),
 ];

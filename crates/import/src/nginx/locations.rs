@@ -305,7 +305,13 @@ impl<'d> Importer<'d> {
         let own = patterns.clone();
         for (redirect, pattern) in server.redirects(&scope).iter().flat_map(|one| own.iter().map(move |own| (one, own)))
         {
-            let Some(both) = redirect.of_both(pattern) else { continue };
+            let Some(both) = redirect.of_both(pattern) else {
+                if common(&redirect.pattern, pattern) != Common::Nothing {
+                    let why = "some of the paths that it redirects have this route";
+                    self.note_at(&mut section, Effect::Differs, redirect.directive, why);
+                }
+                continue;
+            };
             let is_others =
                 |other: &String| !own.contains(other) && precedes(other, pattern) && covers(other, &both.pattern);
             if !all.iter().any(is_others) {
