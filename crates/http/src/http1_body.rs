@@ -74,7 +74,12 @@ pub fn write_field(name: &HeaderName, value: &HeaderValue, to: &mut Vec<u8>) {
 
 /// Whether a list has an element, regardless of case.
 pub fn has_element(list: &HeaderValue, element: &[u8]) -> bool {
-    list.as_bytes().split(|byte| *byte == b',').any(|known| known.trim_ascii().eq_ignore_ascii_case(element))
+    elements(list).any(|known| known.eq_ignore_ascii_case(element))
+}
+
+/// The elements of a comma-separated list.
+pub fn elements(list: &HeaderValue) -> impl Iterator<Item = &[u8]> {
+    list.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii)
 }
 
 /// Whether a line ends in a line feed without a carriage return. The loop has no branch, so that the compiler vectorizes it.

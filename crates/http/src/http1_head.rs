@@ -13,7 +13,9 @@ use http_body::Body;
 use memchr::memmem;
 
 use super::error::RequestError;
-use super::http1_body::{BodyDecoder, MalformedMessage, has_bare_line_feed, has_element, parse_field, write_field};
+use super::http1_body::{
+    BodyDecoder, MalformedMessage, elements, has_bare_line_feed, has_element, parse_field, write_field,
+};
 use super::path_normalize::encode_query;
 
 /// The largest response head, or trailer section of a response, that is accepted.
@@ -186,10 +188,10 @@ impl MessageEnd {
         trailers_max_bytes: usize,
     ) -> Result<(), MalformedMessage> {
         match *name {
-            header::CONNECTION => {
-                self.has_keep_alive |= has_element(value, b"keep-alive");
-                self.has_close |= has_element(value, b"close");
-            }
+            header::CONNECTION => elements(value).for_each(|option| {
+                self.has_keep_alive |= option.eq_ignore_ascii_case(b"keep-alive");
+                self.has_close |= option.eq_ignore_ascii_case(b"close");
+            }),
             header::CONTENT_LENGTH | header::TRANSFER_ENCODING => {
                 let body = BodyDecoder::of_framing(name, value.as_bytes(), version, trailers_max_bytes)?;
                 // Two announcements are ambiguous, even if they are equal.

@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use http::header::{HeaderMap, HeaderName, HeaderValue};
+use http::header::{Entry, HeaderMap, HeaderName, HeaderValue};
 use jiff::Timestamp;
 use sfv::{List, ListEntry, Parser};
 use smallvec::SmallVec;
@@ -561,12 +561,14 @@ fn is_item_list(value: &[u8]) -> bool {
 /// Sets a list field, or appends to its value from the upstream. A value in another form, such as that of older drafts
 /// (`limit=100, remaining=3`), is replaced: joined, none of the limits could be read.
 fn append_list(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
-    // The field is rarely present, and comparing the names costs less than hashing one.
-    if !headers.keys().any(|known| *known == name) {
-        headers.insert(name, value);
-        return;
-    }
-    let lines = headers.get_all(&name).iter().map(HeaderValue::as_bytes).filter(|line| !line.is_empty());
+    let mut known = match headers.entry(name) {
+        Entry::Vacant(field) => {
+            field.insert(value);
+            return;
+        }
+        Entry::Occupied(known) => known,
+    };
+    let lines = known.iter().map(HeaderValue::as_bytes).filter(|line| !line.is_empty());
     let mut joined = lines.collect::<Vec<_>>().join(&b", "[..]);
     if is_item_list(&joined) {
         joined.extend_from_slice(b", ");
@@ -576,7 +578,7 @@ fn append_list(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
     joined.extend_from_slice(value.as_bytes());
     // Both parts are valid field values, so the conversion succeeds.
     if let Ok(joined) = HeaderValue::from_bytes(&joined) {
-        headers.insert(name, joined);
+        known.insert(joined);
     }
 }
 
