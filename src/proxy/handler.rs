@@ -20,7 +20,10 @@ use super::body_reading::{BodyReading, ReadBody};
 use super::include_usage::{hide_usage, sets_include_usage};
 use super::peer::{ConnectionInfo, Peer};
 use super::request_record::RequestRecord;
-use super::response::{Content, ResponseBody, ResponseFormat, error_response, forwarded_response, refusal_response};
+use super::response::{
+    Content, ResponseBody, ResponseFormat, error_response, forwarded_response, refusal_response,
+    written_refusal_response,
+};
 use super::response_cost::PendingCost;
 use super::websocket::{TunnelSession, WebSocketHandshake};
 use super::worker_config::{DecisionBuffers, Target, WorkerConfig};
@@ -44,7 +47,7 @@ use transom_limiter::decision_context::DecisionContext;
 use transom_rules::access::AccessControl;
 use transom_rules::ratelimit_headers::RateLimitFields;
 use transom_rules::resolved_request::{FoundKey, NotCounted, RequestView, ResolvedRequest};
-use transom_rules::responses::{self, LocalResponse, RefusedRequest};
+use transom_rules::responses::{self, LocalResponse, RefusedRequest, WrittenRefusal};
 use transom_rules::route_actions::{AppliedActions, RouteActions};
 use transom_runtime::clock::Timestamp;
 use transom_usage::request_body::{BodyPlan, BodyValues};
@@ -101,6 +104,8 @@ enum RequestOutcome {
     Forward { plan: ForwardPlan, admission: Admission, pending: Option<Box<PendingAdmission>> },
     /// A refusal, or another response that needs no upstream.
     Respond(LocalResponse),
+    /// A refusal on an HTTP/1.1 connection.
+    RespondWritten(WrittenRefusal),
     /// The body has to be read first, since rules depend on it.
     ReadBody(Box<BodyReading>),
 }
@@ -223,6 +228,9 @@ fn respond(
         Ok(RequestOutcome::Forward { plan, admission, pending }) => (plan, admission, pending),
         Ok(RequestOutcome::Respond(reply)) => {
             return ResponseFuture::Done(Some(refusal_response(reply, received.format, received.record)));
+        }
+        Ok(RequestOutcome::RespondWritten(refusal)) => {
+            return ResponseFuture::Done(Some(written_refusal_response(refusal, received.record)));
         }
         Ok(RequestOutcome::ReadBody(reading)) => return read_body(worker, peer, received, *reading),
         Err(error) => {
@@ -405,7 +413,12 @@ fn decide(
                 let (id, headers) = (record.request_id(), std::mem::take(&mut parts.headers));
                 let refused = RefusedRequest { now_ms: decided_ms, id: Some(id), headers, text };
                 let render = || config.refusal(rules_id, context, worker.date(), refused);
-                return Ok(RequestOutcome::Respond(refusal_cache.response(rules_id, decided_ms, context, render)));
+                let refusal = refusal_cache.refusal(rules_id, decided_ms, context, render);
+                let written = if format.takes_written() { refusal.written() } else { None };
+                return Ok(written.map_or_else(
+                    || RequestOutcome::Respond(refusal.response.clone()),
+                    RequestOutcome::RespondWritten,
+                ));
             }
             let policy = config.policy_fields[rules_id].as_ref();
             let fields = rules.rate_limit_template.render(context, policy, decided_ms, text);

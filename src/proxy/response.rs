@@ -1,12 +1,13 @@
 //! The response to a client: refusals and errors turned into responses, and a body that ends the request's record.
 
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http::header::CONTENT_LENGTH;
 use http::request::Parts;
-use http::{HeaderMap, Response};
+use http::{HeaderMap, Method, Response, Version};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
 
@@ -16,7 +17,7 @@ use crate::upstream::response_body::{UpstreamBody, UpstreamBodyError};
 use transom_http::error::RequestError;
 use transom_http::headers;
 use transom_http::http1_head::never_has_body;
-use transom_rules::responses::{ErrorFormat, LocalResponse};
+use transom_rules::responses::{ErrorFormat, LocalResponse, WrittenRefusal};
 use transom_rules::route_actions::ResponseChanges;
 
 /// Why a request is not forwarded.
@@ -39,13 +40,21 @@ impl Rejection {
 /// How the response to one request is sent.
 pub struct ResponseFormat {
     errors: ErrorFormat,
+    /// The response is written into an HTTP/1.1 head, with a body.
+    is_written: bool,
     /// By the route; `None` before it is known.
     pub changes: Option<Box<ResponseChanges>>,
 }
 
 impl ResponseFormat {
     pub fn of(parts: &Parts) -> ResponseFormat {
-        ResponseFormat { errors: ErrorFormat::of(parts), changes: None }
+        let is_written = parts.version != Version::HTTP_2 && parts.method != Method::HEAD;
+        ResponseFormat { errors: ErrorFormat::of(parts), is_written, changes: None }
+    }
+
+    /// Whether a refusal needs no map of its fields: they are sent as they are.
+    pub fn takes_written(&self) -> bool {
+        self.is_written && self.changes.is_none()
     }
 
     /// Identifies the request in a response of the upstream or the route, and makes the changes of the route.
@@ -72,6 +81,16 @@ impl ResponseFormat {
 pub fn refusal_response(reply: LocalResponse, format: ResponseFormat, record: RequestRecord) -> Response<ResponseBody> {
     let response = format.errors.refusal(reply);
     format.finish_local(response, record)
+}
+
+/// As [`refusal_response`], on an HTTP/1.1 connection. See [`ResponseFormat::takes_written`].
+pub fn written_refusal_response(refusal: WrittenRefusal, mut record: RequestRecord) -> Response<ResponseBody> {
+    record.set_status(refusal.status.as_u16());
+    let mut body = ResponseBody::new(Content::from(refusal.body), record);
+    body.0.fields = Some(refusal.fields);
+    let mut response = Response::new(body);
+    *response.status_mut() = refusal.status;
+    response
 }
 
 /// The response to a request that failed; records the error.
@@ -154,6 +173,8 @@ pub struct ResponseBody(Box<BodyState>);
 
 struct BodyState {
     content: Content,
+    /// Fields of the response beside those of its map, in HTTP/1.1 syntax. The id of the request follows them.
+    fields: Option<Rc<[u8]>>,
     /// After `content`, so that an upstream connection is closed before the slots of its request are released.
     record: Option<RequestRecord>,
     observer: Option<Box<dyn BodyObserver>>,
@@ -163,12 +184,24 @@ struct BodyState {
 
 impl ResponseBody {
     pub fn new(content: Content, record: RequestRecord) -> ResponseBody {
-        ResponseBody(Box::new(BodyState { content, record: Some(record), observer: None, pending_error: None }))
+        ResponseBody::of(content, Some(record))
     }
 
     /// A body without a record: a tunnel has taken the record, or a panic has ended it.
     pub fn unrecorded(content: Content) -> ResponseBody {
-        ResponseBody(Box::new(BodyState { content, record: None, observer: None, pending_error: None }))
+        ResponseBody::of(content, None)
+    }
+
+    fn of(content: Content, record: Option<RequestRecord>) -> ResponseBody {
+        ResponseBody(Box::new(BodyState { content, fields: None, record, observer: None, pending_error: None }))
+    }
+
+    /// Writes the fields of the response that are not in its map.
+    pub fn write_fields(&self, head: &mut Vec<u8>) {
+        if let (Some(fields), Some(record)) = (&self.0.fields, &self.0.record) {
+            head.extend_from_slice(fields);
+            record.request_id().write_field(head);
+        }
     }
 
     /// `observer` follows the rest of the body.

@@ -122,13 +122,15 @@ pub fn write_request_head(request: &Request<impl Body>, framing: Framing, head: 
 }
 
 /// Writes the head of a response in the version of its request. `keeps_alive`: the request allows another one on the connection;
-/// returns whether another one follows. `date` is sent if the response has no Date.
+/// returns whether another one follows. `date` is sent if the response has no Date. `write_more` writes fields beside those of
+/// `response`.
 pub fn write_response_head<B>(
     response: &Response<B>,
     framing: Framing,
     version: Version,
     mut keeps_alive: bool,
     date: &HeaderValue,
+    write_more: impl FnOnce(&mut Vec<u8>),
     head: &mut Vec<u8>,
 ) -> bool {
     let (headers, status) = (response.headers(), response.status());
@@ -155,6 +157,7 @@ pub fn write_response_head<B>(
         }
         write_field(name, value, head);
     }
+    write_more(head);
     framing.write_field(head);
     if !has_date {
         write_field(&header::DATE, date, head);
@@ -652,7 +655,7 @@ mod tests {
                 response.headers_mut().append(*name, HeaderValue::from_static(value));
             }
             let mut head = Vec::new();
-            let keeps_alive = write_response_head(&response, framing, version, keeps_alive, &date, &mut head);
+            let keeps_alive = write_response_head(&response, framing, version, keeps_alive, &date, |_| (), &mut head);
             (String::from_utf8(head).unwrap(), keeps_alive)
         };
         let (old, new) = (Version::HTTP_10, Version::HTTP_11);

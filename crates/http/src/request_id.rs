@@ -31,23 +31,33 @@ impl RequestId {
     }
 
     /// The value of `X-Request-Id`. HTTP/2 does not add it to the dynamic table, which such values would fill (RFC 7541,
-    /// section 6.2.3). A new id is written in base 32 (RFC 4648, section 6), with small letters.
+    /// section 6.2.3).
     pub fn to_value(&self) -> HeaderValue {
-        const DIGITS: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
         let mut value = match self {
             RequestId::Received(id) => HeaderValue::clone(id),
-            RequestId::Made(id) => {
-                // Five bytes are eight digits.
-                let halves =
-                    [&id[..5], &id[5..]].map(|half| half.iter().fold(0_u64, |bits, byte| bits << 8 | u64::from(*byte)));
-                let digit = |place| DIGITS[(halves[place / 8] >> (5 * (7 - place % 8))) as usize % DIGITS.len()];
-                let text: [u8; NEW_ID_BYTES * 8 / 5] = std::array::from_fn(digit);
-                HeaderValue::from_bytes(&text).unwrap_or(HeaderValue::from_static("-"))
-            }
+            RequestId::Made(id) => HeaderValue::from_bytes(&text_of(id)).unwrap_or(HeaderValue::from_static("-")),
         };
         value.set_sensitive(true);
         value
     }
+
+    /// Writes the field of an HTTP/1.1 head.
+    pub fn write_field(&self, head: &mut Vec<u8>) {
+        head.extend_from_slice(b"x-request-id: ");
+        match self {
+            RequestId::Received(id) => head.extend_from_slice(id.as_bytes()),
+            RequestId::Made(id) => head.extend_from_slice(&text_of(id)),
+        }
+        head.extend_from_slice(b"\r\n");
+    }
+}
+
+/// A new id in base 32 (RFC 4648, section 6), with small letters.
+fn text_of(id: &[u8; NEW_ID_BYTES]) -> [u8; NEW_ID_BYTES * 8 / 5] {
+    const DIGITS: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
+    // Five bytes are eight digits.
+    let halves = [&id[..5], &id[5..]].map(|half| half.iter().fold(0_u64, |bits, byte| bits << 8 | u64::from(*byte)));
+    std::array::from_fn(|place| DIGITS[(halves[place / 8] >> (5 * (7 - place % 8))) as usize % DIGITS.len()])
 }
 
 fn is_acceptable(id: &HeaderValue) -> bool {

@@ -496,6 +496,12 @@ impl RateLimitFields {
         self
     }
 
+    /// Whether a field states milliseconds.
+    pub fn state_ms(&self) -> bool {
+        let mut nearest = self.nearest.iter().flat_map(|all| &***all);
+        nearest.any(|limit| matches!(limit.fields.reset_form, ResetForm::Duration))
+    }
+
     /// Adds the fields to a response. Lists of items from the upstream are kept and extended; the other fields are replaced.
     pub fn add_to(self, headers: &mut HeaderMap) {
         for (name, value) in [(RATELIMIT_POLICY, self.policy), (RATELIMIT, self.state)] {

@@ -5,6 +5,8 @@
 //! exceeded quota. [`RefusalCache`] repeats the refusal before where all that it depends on is unchanged; [`Date`] is the
 //! `Date` field.
 
+use std::rc::Rc;
+
 use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
@@ -15,7 +17,8 @@ use jiff::fmt::rfc2822::DateTimePrinter;
 use super::RouteRulesId;
 use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
 use transom_http::error::{ApiError, GrpcCode, RequestError};
-use transom_http::http1_head::{self, Framing};
+use transom_http::http1_body::write_field;
+use transom_http::http1_head::{self, Framing, never_has_body};
 use transom_http::request_id::{RequestId, X_REQUEST_ID};
 
 use transom_config::key_kind::INVALID_TOKEN;
@@ -228,6 +231,39 @@ pub struct RefusalResponse {
     pub response: LocalResponse,
     /// The response has a random part or the id of its request, so it must not be repeated.
     pub is_unique: bool,
+    /// The response states milliseconds, and not only seconds.
+    states_ms: bool,
+    /// Those of [`WrittenRefusal`], once they are needed.
+    written_fields: Option<Rc<[u8]>>,
+}
+
+/// A refusal as HTTP/1.1 sends it: cheaper to copy than a map of its fields.
+pub struct WrittenRefusal {
+    pub status: StatusCode,
+    /// The fields, without those that differ between copies, and the length of the body.
+    pub fields: Rc<[u8]>,
+    pub body: Bytes,
+}
+
+impl RefusalResponse {
+    /// A copy in HTTP/1.1 syntax; `None` if the status excludes a body.
+    pub fn written(&mut self) -> Option<WrittenRefusal> {
+        let status = self.response.status();
+        if never_has_body(status) {
+            return None;
+        }
+        let fields = self.written_fields.get_or_insert_with(|| {
+            let mut fields = Vec::new();
+            for (name, value) in self.response.headers() {
+                // The last two are written with the head.
+                if ![X_REQUEST_ID, header::CONTENT_LENGTH, header::DATE].contains(name) {
+                    write_field(name, value, &mut fields);
+                }
+            }
+            fields.into()
+        });
+        Some(WrittenRefusal { status, fields: Rc::clone(fields), body: self.response.body().clone() })
+    }
 }
 
 /// A refused request, with memory for its response.
@@ -335,12 +371,18 @@ pub fn refusal_response(
             }
         }
     }
+    let states_ms = matches!(template.body, RefusalBody::Api { .. }) || fields.state_ms();
     fields.add_to(&mut headers);
     let mut response = Response::new(body);
     *response.status_mut() = template.status;
     *response.headers_mut() = headers;
     let names_request = matches!(&template.body, RefusalBody::Template(body) if body.names_request());
-    RefusalResponse { response, is_unique: template.retry_jitter_s > 0 || names_request }
+    RefusalResponse {
+        response,
+        states_ms,
+        written_fields: None,
+        is_unique: template.retry_jitter_s > 0 || names_request,
+    }
 }
 
 /// The response to a request that failed.
@@ -654,7 +696,7 @@ pub fn not_ready_response(body: String) -> LocalResponse {
 /// A response in HTTP/1.1 syntax, after which the connection is closed. `is_head`: to a HEAD request.
 pub fn http1_bytes(response: &LocalResponse, is_head: bool, date: &HeaderValue) -> Bytes {
     let (mut out, framing) = (Vec::new(), Framing::Length(response.body().len() as u64));
-    http1_head::write_response_head(response, framing, Version::HTTP_11, false, date, &mut out);
+    http1_head::write_response_head(response, framing, Version::HTTP_11, false, date, |_| (), &mut out);
     if !is_head {
         out.extend_from_slice(response.body());
     }
@@ -673,7 +715,7 @@ fn response(status: StatusCode, content_type: HeaderValue, body: impl Into<Bytes
 }
 
 /// The previous refusal, repeated as long as everything it depends on is unchanged. A client over its limits often sends
-/// many requests within a millisecond and gets equal responses.
+/// many requests within a second and gets equal responses.
 #[derive(Debug, Default)]
 pub struct RefusalCache {
     /// The rules that refused.
@@ -692,41 +734,59 @@ struct LayerOutcome {
     request: AcquireRequest,
     usage: Usage,
     is_full: bool,
+    /// Until the window ends. With debts, the request may have to wait for a later window: then the present, Unix milliseconds.
+    seconds_left: u64,
 }
 
 impl LayerOutcome {
-    fn of(charge: &LayerCharge) -> LayerOutcome {
-        LayerOutcome { layer: charge.layer, request: charge.request, usage: charge.usage, is_full: charge.is_full }
+    fn of(charge: &LayerCharge, now_ms: u64) -> LayerOutcome {
+        let seconds_left = match charge.request.kind.carries_debt() {
+            true => now_ms,
+            false => seconds_until(charge.usage.end_ms, now_ms),
+        };
+        LayerOutcome {
+            layer: charge.layer,
+            request: charge.request,
+            usage: charge.usage,
+            is_full: charge.is_full,
+            seconds_left,
+        }
     }
 }
 
 impl RefusalCache {
-    /// The previous response, or that of `render`. `rules` decided in `context`.
-    pub fn response(
+    /// The previous response, if it is of the same second and states the same times, or that of `render`. `rules` decided in
+    /// `context`.
+    pub fn refusal(
         &mut self,
         rules: RouteRulesId,
         now_ms: u64,
         context: &DecisionContext,
         render: impl FnOnce() -> RefusalResponse,
-    ) -> LocalResponse {
-        let outcomes = || context.result.charges.iter().map(LayerOutcome::of);
-        let is_same = (self.rules, self.now_ms) == (Some(rules), now_ms)
+    ) -> &mut RefusalResponse {
+        let outcomes = || context.result.charges.iter().map(|charge| LayerOutcome::of(charge, now_ms));
+        let is_repeatable = |refused: &RefusalResponse| match refused.states_ms {
+            true => self.now_ms == now_ms,
+            // That of `Date`.
+            false => self.now_ms / 1000 == now_ms / 1000,
+        };
+        let is_same = self.refused.as_ref().is_some_and(|refused| !refused.is_unique && is_repeatable(refused))
+            && self.rules == Some(rules)
             && self.outcomes.iter().copied().eq(outcomes())
             && self.concurrency == context.result.concurrency;
-        if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_unique) {
+        if !is_same {
             (self.rules, self.now_ms) = (Some(rules), now_ms);
             self.outcomes.clear();
             self.outcomes.extend(outcomes());
             self.concurrency.clone_from(&context.result.concurrency);
             self.refused = None;
         }
-        let refused = self.refused.get_or_insert_with(|| {
+        self.refused.get_or_insert_with(|| {
             let mut refused = render();
             // Replaced in each copy: another field would make the map of every copy grow.
             refused.response.headers_mut().insert(X_REQUEST_ID, HeaderValue::from_static(""));
             refused
-        });
-        refused.response.clone()
+        })
     }
 }
 
@@ -768,6 +828,11 @@ impl Date {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use transom_limiter::acquire::Charge;
+    use transom_limiter::handles::{Handle, LayerId, LayerPosition};
+    use transom_limiter::rule_set::CountingMode;
+    use transom_limiter::table::Counter;
+    use transom_limiter::window_kind::WindowKind;
 
     #[test]
     fn bytes_not_allowed_in_a_grpc_message_are_encoded() {
@@ -790,6 +855,60 @@ mod tests {
             assert_eq!(grpc_status_of(&error), code, "{error}");
         }
         assert!(!ErrorFormat::Grpc.error(&RequestError::Malformed).headers().contains_key("connection"));
+    }
+
+    fn refusal(response: LocalResponse, states_ms: bool) -> RefusalResponse {
+        RefusalResponse { response, is_unique: false, states_ms, written_fields: None }
+    }
+
+    #[test]
+    fn a_written_refusal_has_the_fields_that_its_head_lacks() {
+        let mut response = response(StatusCode::TOO_MANY_REQUESTS, PROBLEM_JSON, "{}");
+        for (name, value) in
+            [("retry-after", "7"), ("x-request-id", ""), ("date", "now"), ("ratelimit", "\"a\";r=0;t=7")]
+        {
+            response.headers_mut().insert(name, HeaderValue::from_static(value));
+        }
+        let mut refusal = refusal(response, false);
+        let written = refusal.written().unwrap();
+        let fields = "content-type: application/problem+json\r\nretry-after: 7\r\nratelimit: \"a\";r=0;t=7\r\n";
+        assert_eq!(
+            (&*written.fields, written.status.as_u16(), &written.body[..]),
+            (fields.as_bytes(), 429, &b"{}"[..])
+        );
+        *refusal.response.status_mut() = StatusCode::NO_CONTENT;
+        assert!(refusal.written().is_none());
+    }
+
+    /// The window of the rule ends 2.5 s after `NOW_MS`.
+    #[test]
+    fn a_refusal_is_repeated_while_it_states_the_same_times() {
+        const NOW_MS: u64 = 1_700_000_000_200;
+        let rendered = |at_ms: &[u64], kind: WindowKind, states_ms: bool| {
+            let (mut cache, mut context) = (RefusalCache::default(), DecisionContext::default());
+            let layer = LayerRef {
+                position: PlanPosition::FIRST,
+                id: LayerId { rule: RuleId::at(0), position: LayerPosition::FIRST },
+            };
+            let request = AcquireRequest { kind, ..AcquireRequest::plain(NOW_MS + 2500, 1, 1) };
+            let mut charge = Charge::new(Counter::default(), request);
+            charge.usage = Usage { used: 1, end_ms: NOW_MS + 2500 };
+            context.result.charges.push(LayerCharge { layer, mode: CountingMode::Local, charge });
+            let mut rendered = 0;
+            for now_ms in at_ms {
+                cache.refusal(RouteRulesId::at(0), *now_ms, &context, || {
+                    rendered += 1;
+                    refusal(Response::new(Bytes::new()), states_ms)
+                });
+            }
+            rendered
+        };
+        let second = [0, 1, 499, 500, 799, 800].map(|ms| NOW_MS + ms);
+        // `t` is 3, then 2; `Date` changes after 800 ms.
+        assert_eq!(rendered(&second, WindowKind::Plain, false), 3);
+        assert_eq!(rendered(&second, WindowKind::Plain, true), 6);
+        assert_eq!(rendered(&second, WindowKind::Accumulating, false), 6);
+        assert_eq!(rendered(&[NOW_MS, NOW_MS], WindowKind::Accumulating, true), 1);
     }
 
     #[test]

@@ -196,7 +196,9 @@ impl<'d> ClientConnection<'d> {
         queue_informational(&self.stream, &self.peer);
         let keeps_alive = {
             let (date, mut outgoing) = (self.worker.date(), self.stream.outgoing());
-            http1_head::write_response_head(&response, framing, version, keeps_alive, &date, outgoing.end_mut())
+            let write_more = |head: &mut Vec<u8>| response.body().write_fields(head);
+            let head = outgoing.end_mut();
+            http1_head::write_response_head(&response, framing, version, keeps_alive, &date, write_more, head)
         };
         let next = match tunnel {
             Some(session) => AfterResponse::End(ConnectionEnd::Tunnel(session)),
