@@ -13,7 +13,8 @@ use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
-use transom_limiter::table::Table;
+use transom_limiter::table::{Counter, CounterResult, Table};
+use transom_limiter::window_kind::AcquireRequest;
 
 use crate::support::{explore, race};
 
@@ -21,15 +22,24 @@ const KEYED_REQUEST: KeyedRequest =
     KeyedRequest { key: KeyHash { bucket_hash: 0, tag: 1 }, offset: 0, variant: VariantId::DEFAULT, cost: 1 };
 const NOW_MS: u64 = 1050;
 
-/// A shared limit of one request in 100 ms.
+/// A shared limit in 100 ms, for one key.
 struct Gateway {
-    table: Table<2>,
+    table: Table<4>,
     charge_plan: ChargePlan,
 }
 
 impl Gateway {
+    /// One request.
     fn new() -> Arc<Gateway> {
-        let limit = Limit::parse("1/100ms").expect("it is a limit");
+        Gateway::with_limit(Limit::parse("1/100ms").expect("it is a limit"))
+    }
+
+    /// Four requests, and as many that roll over: windows depend on each other.
+    fn accumulating() -> Arc<Gateway> {
+        Gateway::with_limit(Limit { capacity: Some(8), ..Limit::parse("4/100ms").expect("it is a limit") })
+    }
+
+    fn with_limit(limit: Limit) -> Arc<Gateway> {
         let mut rule = Rule::new("r", vec![KeyPart::GLOBAL], OnMissing::Never, vec![limit]);
         rule.sharing = Sharing::Lease;
         // A table of one shard, because loom creates its locks again for each interleaving.
@@ -37,6 +47,15 @@ impl Gateway {
         let rule_set = Arc::new(RuleSet::new(&[rule], Seed(1, 2), Some(&former)));
         let charge_plan = rule_set.charge_plan([RuleId::at(0)]);
         Arc::new(Gateway { table: Table::with_buckets(1, 1).expect("there is memory"), charge_plan })
+    }
+
+    fn counter(&self) -> Counter {
+        self.charge_plan.layer(self.charge_plan.enforced()[0]).counter(KEYED_REQUEST)
+    }
+
+    /// Sets the known usage.
+    fn know(&self, used: u32) {
+        self.table.set_known_usage(self.counter(), 1100, used, NOW_MS);
     }
 
     /// Whether a request is admitted while the store is unreachable.
@@ -58,8 +77,7 @@ impl Gateway {
     /// Moves the usage of the local counter to the known usage of the shared one; returns the tokens.
     fn report(&self) -> u64 {
         let layer = self.charge_plan.enforced()[0];
-        let counter = self.charge_plan.layer(layer).counter(KEYED_REQUEST);
-        let announce = |tokens: u64| self.table.add_known_usage(counter, 1100, tokens as u32, NOW_MS);
+        let announce = |tokens: u64| self.table.add_known_usage(self.counter(), 1100, tokens as u32, NOW_MS);
         let clock = || NOW_MS;
         self.charge_plan.rule_set().reset_local(
             layer.id,
@@ -83,4 +101,49 @@ fn reported_usage_is_not_granted_again() {
         reported
     });
     assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [1]);
+}
+
+/// Two workers count the first requests of a key at once: both fit beside what is known to be used.
+#[test]
+fn known_usage_counts_once() {
+    explore(1, || {
+        let gateway = Gateway::accumulating();
+        gateway.know(6);
+        assert_eq!(race(&gateway, [Gateway::admits; 2]), [true; 2]);
+        assert!(!gateway.admits(), "the limit is used up");
+        assert_eq!(gateway.report(), 2);
+    });
+}
+
+/// A charge that was prepared before usage became known is made while the local counter begins at that usage.
+#[test]
+fn known_usage_replaces_no_charge() {
+    explore(1, || {
+        let gateway = Gateway::accumulating();
+        let late = |gateway: &Gateway| {
+            let layer = gateway.charge_plan.layer(gateway.charge_plan.enforced()[0]).request;
+            let request = AcquireRequest { end_ms: 1100, cost: 1, ..layer };
+            let time = gateway.charge_plan.rule_set().time(NOW_MS);
+            matches!(gateway.table.acquire(gateway.counter(), request, time, None), CounterResult::Acquired(..))
+        };
+        gateway.know(6);
+        assert_eq!(race(&gateway, [late, Gateway::admits]), [true; 2]);
+        assert!(!gateway.admits(), "the limit is used up");
+        assert_eq!(gateway.report(), 2);
+    });
+}
+
+/// A request is counted while another worker reports, in a counter that contains known usage.
+#[test]
+fn reported_usage_counts_once() {
+    let outcomes = explore(1, || {
+        let gateway = Gateway::accumulating();
+        gateway.know(6);
+        assert!(gateway.admits());
+        let [admitted, reported] = race(&gateway, [|gateway| u64::from(gateway.admits()), Gateway::report]);
+        assert_eq!((admitted, gateway.admits()), (1, false), "the limit is used up");
+        assert_eq!(reported + gateway.report(), 2);
+        reported
+    });
+    assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [1, 2]);
 }

@@ -207,6 +207,7 @@ impl ChargePlan {
                 // Counters cannot hold a later time.
                 AcquireResult::Late => return Decision::Refused,
                 AcquireResult::Refused if context.is_full_by_debt(first) && now.advance() => {}
+                AcquireResult::Refused if self.is_shared && self.may_take_more(table, now_ms, context, first) => {}
                 AcquireResult::Refused => {
                     if may_delay && let Some(delayed) = self.delay(table, self.time(now_ms), context) {
                         return delayed;

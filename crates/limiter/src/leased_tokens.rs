@@ -11,9 +11,12 @@
 //! table costs only its own key; leases never go to overflow counters, where other keys would spend them. Fetching
 //! tokens is the caller's task.
 
+use std::sync::PoisonError;
+
+use crate::atomics::MutexGuard;
 use crate::bucket::{FindResult, InsertResult, Key, OpenWindow};
 use crate::counter::CounterWord;
-use crate::table::{Counter, CounterResult, Table};
+use crate::table::{Counter, Table};
 use crate::window::{END_MAX_MS, Time};
 use crate::window_kind::{AcquireRequest, CEILING_MAX, Usage, WindowKind, usage, with_usage};
 
@@ -194,40 +197,50 @@ impl<const W: usize> Table<W> {
     }
 
     /// Makes a local counter whose windows depend on each other begin at the known usage, unless it has counted requests: then their
-    /// tokens are owed behind those that are known to be used. `request`: in the current window.
+    /// tokens are owed behind those that are known to be used. `request`: in the current window, with the ceiling of all gateways.
     pub(super) fn count_from(&self, counter: Counter, known: Usage, request: AcquireRequest, time: Time<'_>) {
-        let base = self.known_in_counter(counter, request, time);
-        let found = self.counters.find(counter.key);
-        let counted = match found {
-            FindResult::Counter(_, word) => usage(word, request, time).used,
-            FindResult::Claim(..) | FindResult::Nothing => 0,
+        let counted_from = counter.with_tag_mask(COUNTED_FROM_TAG);
+        let former = || {
+            let base = self.find_lasting(counted_from, request, time).map(|word| usage(word, request, time));
+            let base = base.unwrap_or(Usage { used: 0, ..known });
+            let counted = self.find_live(counter, time.now_ms).map_or(0, |word| usage(word, request, time).used);
+            let is_same = counted == base.used && (base.used == known.used || known.used >= request.ceiling);
+            (counted <= base.used && !is_same).then_some(base)
         };
-        if counted > base || (counted == known.used && base == known.used) {
+        if former().is_none() {
             return;
         }
-        // A charge that sees the one without the other is undone: see `ChargePlan::exceeds_known_usage`.
-        let counted_from = counter.with_tag_mask(COUNTED_FROM_TAG);
-        let word = with_usage(counted_from.key.tag, known, request, time);
-        self.write_lasting(counted_from, word.end_ms(), word.count(), time.now_ms, true);
-        if self.known_in_counter(counter, request, time) != known.used {
+        let _lock = self.lock_known_in_counters();
+        let Some(base) = former() else { return };
+        let set_base = |Usage { used, end_ms }: Usage| {
+            let word = with_usage(counted_from.key.tag, Usage { used, end_ms }, request, time);
+            self.write_lasting(counted_from, word.end_ms(), word.count(), time.now_ms, true);
+            self.known_in_counter(counter, request, time) == used
+        };
+        // The base is never more than the known usage in the counter, so that no charge is taken for a part of it.
+        if !set_base(if known.used < base.used { known } else { base }) {
             // The table is full.
             return;
         }
-        let has_begun = match found {
-            FindResult::Counter(index, word) if word.is_live(time.now_ms) => {
-                let end_ms = usage(word, request, time).end_ms;
-                let next = with_usage(word.tag(), Usage { used: known.used, end_ms }, request, time);
-                self.counters.swap(index, word, next).is_ok()
-            }
-            FindResult::Counter(..) | FindResult::Claim(..) | FindResult::Nothing => {
-                let (end_ms, floor) = (known.end_ms, known.used);
-                let request = AcquireRequest { end_ms, ceiling: CEILING_MAX, floor, cost: 0, ..request };
-                matches!(self.acquire_own(counter, request, time, None), Some(CounterResult::Acquired(..)))
-            }
-        };
-        if !has_begun {
-            self.forget_known_in_counter(counter, request, time);
+        if self.find_live(counter, time.now_ms).is_none() {
+            let empty = AcquireRequest { end_ms: known.end_ms, ceiling: CEILING_MAX, floor: 0, cost: 0, ..request };
+            let _ = self.acquire_own(counter, empty, time, None);
         }
+        let has_begun = match self.counters.find(counter.key) {
+            FindResult::Counter(index, word) if word.is_live(time.now_ms) => {
+                let Usage { used, end_ms } = usage(word, request, time);
+                let next = with_usage(word.tag(), Usage { used: known.used, end_ms }, request, time);
+                used <= base.used && self.counters.swap(index, word, next).is_ok()
+            }
+            FindResult::Counter(..) | FindResult::Claim(..) | FindResult::Nothing => false,
+        };
+        set_base(if has_begun { known } else { base });
+    }
+
+    /// Local counters neither begin at known usage nor lose it while the result exists: each takes two words. Charges do not need this
+    /// lock.
+    pub(super) fn lock_known_in_counters(&self) -> MutexGuard<'_, ()> {
+        self.known_in_counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The local counter is empty, or does not contain known usage.
@@ -324,6 +337,7 @@ impl<const W: usize> Table<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::table::CounterResult;
 
     const COUNTER: Counter = Counter { key: Key { bucket_hash: 3, tag: 7 }, layer: 0 };
 

@@ -148,6 +148,7 @@ impl RuleSet {
         if charge.request.kind == WindowKind::Sliding {
             return SlidingCounter::new(charge.counter, charge.request, time).reset(table, time, announce);
         }
+        let _lock = charge.request.kind.carries_debt().then(|| table.lock_known_in_counters());
         let mut words = Vec::new();
         let used_here = |word, request: AcquireRequest, time: Time<'_>| {
             usage(word, request, time).used.saturating_sub(table.known_in_counter(charge.counter, request, time))
@@ -282,6 +283,31 @@ impl ChargePlan {
                     known.is_some_and(|(_, known)| u64::from(known) > capacity.saturating_add(left))
                 }
             }
+        })
+    }
+
+    /// Whether a charge that a local counter refused may take more now: the counter began at the known usage meanwhile, or its own usage
+    /// became known. Both count twice for a moment.
+    pub(super) fn may_take_more<const W: usize>(
+        &self,
+        table: &Table<W>,
+        now_ms: u64,
+        context: &DecisionContext,
+        first: ChargePosition,
+    ) -> bool {
+        let time = self.time(now_ms);
+        let is_local = |charge: &&LayerCharge| {
+            charge.is_full && charge.mode == CountingMode::LocalFallback && charge.request.kind.carries_debt()
+        };
+        context.result.charges[first..].iter().filter(is_local).any(|charge| {
+            let Some(keyed_request) = context.inputs.keyed_requests[charge.layer.position] else { return false };
+            let RemoteUsage { known, counted } = remote_usage(charge, table, time);
+            if counted < known && charge.usage.used >= known {
+                drop(table.lock_known_in_counters());
+            }
+            let mut again = self.layer(charge.layer).new_charge(keyed_request, charge.request.end_ms, 0);
+            subtract_remote_usage(&mut again, table, time);
+            again.request.ceiling > charge.request.ceiling
         })
     }
 
@@ -611,9 +637,9 @@ pub(super) fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: 
     if let Some(known) = known.filter(|known| known.used > 0 && charge.request.kind.is_opened_by_requests()) {
         charge.request.end_ms = known.end_ms;
     }
-    let AcquireRequest { kind, cost, ceiling, .. } = charge.request;
+    let AcquireRequest { kind, cost, .. } = charge.request;
     let known = known.unwrap_or(Usage { used: 0, end_ms: charge.request.end_ms });
-    if kind.carries_debt() && cost > 0 && known.used < ceiling {
+    if kind.carries_debt() && cost > 0 {
         table.count_from(charge.counter, known, charge.request, time);
     }
     let RemoteUsage { known, counted } = remote_usage(charge, table, time);

@@ -10,7 +10,7 @@ use std::num::NonZeroUsize;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
-use crate::atomics::{AtomicU64, Ordering, fence};
+use crate::atomics::{AtomicU64, Mutex, Ordering, fence};
 use crate::bucket::{FindResult, InsertResult, Key, OpenWindow, SlotArray, WATERMARKS};
 use crate::counter::CounterWord;
 use crate::memory::{AtomicSlice, LINE_BYTES, Memory};
@@ -166,13 +166,15 @@ pub struct TableStats {
     pub free: usize,
 }
 
-/// A lock-free table of counters with `W` slots per bucket.
+/// A table of counters with `W` slots per bucket. Charges and refunds are lock-free.
 pub struct Table<const W: usize = BUCKET_SLOTS> {
     pub(super) counters: SlotArray<W>,
     overflow: SlotArray<W>,
     watermarks: AtomicSlice<AtomicU64>,
     overflow_charges_total: AtomicU64,
     overflow_refused_total: AtomicU64,
+    /// See `leased_tokens`.
+    pub(super) known_in_counters: Mutex<()>,
 }
 
 impl Table {
@@ -235,6 +237,7 @@ impl<const W: usize> Table<W> {
             watermarks: memory.numbers(at, 1)?,
             overflow_charges_total: AtomicU64::new(0),
             overflow_refused_total: AtomicU64::new(0),
+            known_in_counters: Mutex::new(()),
         })
     }
 

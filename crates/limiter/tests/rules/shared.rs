@@ -256,6 +256,26 @@ fn usage_of_an_outage_is_reported_and_reset() {
     assert_eq!((announced, used(now).used), (vec![2], 0));
 }
 
+/// A refund that comes after the report of its charge takes known usage out of the local counter.
+#[test]
+fn a_local_counter_below_the_known_usage_begins_again() {
+    let layer = Limit { capacity: Some(30), ..plain(20, END_MS) };
+    let mut gateway = Gateway::with_large_table(&[Rule { layers: vec![layer], ..leased(20) }]);
+    assert_eq!(decide(&mut gateway, 3, true), Some(Admitted));
+    let late: Vec<_> = gateway.context.all_receipts().collect();
+    let (only, keyed_request, clock) = (gateway.layer(0, 0).id, gateway.keyed_request(0, 0, 1), || NOW_MS);
+    let now = DecisionTime::read(&clock);
+    assert_eq!(gateway.rule_set().reset_local(only, keyed_request, &gateway.table, now, |_| ()), 3);
+    know(&gateway, 5);
+    assert_eq!(decide(&mut gateway, 1, true), Some(Admitted));
+    refund(&gateway);
+    gateway.rule_set().refund(&late, u32::MAX, &gateway.table, NOW_MS);
+    for (known, admitted) in [(30, Refused), (29, Admitted), (29, Refused)] {
+        know(&gateway, known);
+        assert_eq!(decide(&mut gateway, 1, true), Some(admitted), "{known} are known to be used");
+    }
+}
+
 #[test]
 fn receipts_are_taken_once() {
     let layer = Limit { shards: 2, ..plain(4, END_MS) };
