@@ -73,7 +73,7 @@ MISTAKES = [
     (
         "the usage that is sent to such a store lacks refunds on their way",
         "token_fetch.rs",
-        "used.saturating_add(order.refunding)",
+        "used.saturating_add(order.refunding_in(window, now_ms))",
         "used",
     ),
     (

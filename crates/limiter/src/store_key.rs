@@ -96,6 +96,19 @@ impl StoreWindow {
         Segments { period_ms: self.length_ms() }
     }
 
+    /// How many of `tokens`, which the store counted in the window or segment `number`, it may take back in this window, or the next
+    /// one: see `refund.lua`. `limit`: tokens granted per window.
+    pub fn refundable(self, number: u64, limit: u32, tokens: u64, now_ms: u64) -> u64 {
+        let expired = match self.kind {
+            WindowKind::Plain | WindowKind::Leased if number >= self.number => 0,
+            WindowKind::Sliding if self.segments().expires_ms(number) > now_ms => 0,
+            WindowKind::Floating if number.saturating_add(self.length_ms()) > now_ms => 0,
+            WindowKind::Accumulating => self.number.saturating_sub(number).saturating_mul(limit.into()),
+            WindowKind::Plain | WindowKind::Leased | WindowKind::Sliding | WindowKind::Floating => tokens,
+        };
+        tokens.saturating_sub(expired)
+    }
+
     /// The end of leases on tokens of a window, as [`StoreWindow::reported`] returns it. Tokens of a sliding window are spent
     /// in the segment in which the store counts them.
     pub fn lease_end_ms(self, number: u64, end_ms: u64) -> u64 {
@@ -237,6 +250,23 @@ mod tests {
 
     fn plain(windows: &Windows, now_ms: u64, offset: u64) -> StoreWindow {
         StoreWindow::at(WindowKind::Plain, windows, now_ms, offset)
+    }
+
+    #[test]
+    fn tokens_of_ended_windows_are_not_refunded() {
+        let minute = limit("5/minute").windows;
+        // By number of the window, or of the segment, or the start of the window.
+        let refundable = |kind, number| {
+            let window = StoreWindow::at(kind, &minute, 7 * MINUTE_MS, 0);
+            window.refundable(number, 5, 12, 7 * MINUTE_MS)
+        };
+        let all = |kind, numbers: [u64; 4]| numbers.map(|number| refundable(kind, number));
+        assert_eq!(all(WindowKind::Plain, [5, 6, 7, 8]), [0, 0, 12, 12]);
+        assert_eq!(all(WindowKind::Accumulating, [4, 5, 6, 7]), [0, 2, 7, 12]);
+        assert_eq!(all(WindowKind::Sliding, [46, 47, 48, 56]), [0, 0, 12, 12]);
+        let floating = StoreWindow::floating(MINUTE_MS);
+        let starts = [6 * MINUTE_MS, 6 * MINUTE_MS + 1];
+        assert_eq!(starts.map(|start_ms| floating.refundable(start_ms, 5, 12, 7 * MINUTE_MS)), [0, 12]);
     }
 
     #[test]

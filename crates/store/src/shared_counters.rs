@@ -241,14 +241,14 @@ impl SharedCounters {
 
     /// Notes refunds until they have a reply, or none is expected any more. Called before the known usage loses their tokens.
     pub(super) fn begin_refunds(&self, refunds: &[Refund]) {
-        for (counter, tokens) in refunded_tokens(refunds) {
-            self.usage_order.lock(counter_id(counter)).begin_refund(tokens);
+        for (counter, refund) in refunds_of_counters(refunds) {
+            self.usage_order.lock(counter_id(counter)).begin_refund(refund);
         }
     }
 
     fn end_refunds(&self, refunds: &[Refund]) {
-        for (counter, tokens) in refunded_tokens(refunds) {
-            self.usage_order.lock(counter_id(counter)).end_refund(tokens);
+        for (counter, refund) in refunds_of_counters(refunds) {
+            self.usage_order.lock(counter_id(counter)).end_refund(refund);
         }
     }
 
@@ -503,9 +503,9 @@ pub fn keyed_layers<'a>(
     })
 }
 
-/// The tokens of refunds, with the counters whose known usage may have them.
-fn refunded_tokens(refunds: &[Refund]) -> impl Iterator<Item = (Counter, u64)> {
-    refunds.iter().filter(|refund| !refund.deletes).filter_map(|refund| Some((refund.counter?, refund.tokens)))
+/// Refunds of tokens, with the counters whose known usage may have them.
+fn refunds_of_counters(refunds: &[Refund]) -> impl Iterator<Item = (Counter, &Refund)> {
+    refunds.iter().filter(|refund| !refund.deletes).filter_map(|refund| Some((refund.counter?, refund)))
 }
 
 /// Warns if the server of a connection evicts counters.

@@ -711,7 +711,7 @@ impl SharedCounters {
         let at = StoreWindow::at(layer.request.kind, windows, now_ms, keyed_request.offset);
         let base = self.key_base(store_key, suffix, 0);
         let ceiling = u64::from(layer.capacity).saturating_sub(local_usage);
-        let used_min = self.used_at_least(rule_set, layer, keyed_request, at.end_ms);
+        let used_min = self.used_at_least(rule_set, layer, keyed_request, at);
         CounterRequest {
             key_base: base,
             window: at,
@@ -767,18 +767,18 @@ impl SharedCounters {
         rule_set: &RuleSet,
         layer: &CompiledLayer,
         keyed_request: KeyedRequest,
-        window_end_ms: u64,
+        window: StoreWindow,
     ) -> u64 {
         self.note_reconnect(self.clock.instant());
-        let (counter, time) = (layer.counter(keyed_request), rule_set.time(self.clock.now().unix_ms));
-        let request = AcquireRequest { end_ms: window_end_ms, ..layer.request };
+        let (counter, now_ms) = (layer.counter(keyed_request), self.clock.now().unix_ms);
+        let request = AcquireRequest { end_ms: window.end_ms, ..layer.request };
         let (lasting, order) = {
             // The known usage changes under this lock, together with what is unanswered.
             let order = self.usage_order.lock(counter_id(counter));
-            (self.table.lasting_usage(counter, request, time), order.get())
+            (self.table.lasting_usage(counter, request, rule_set.time(now_ms)), order.get())
         };
-        let Usage { used, end_ms } = lasting.unwrap_or(Usage { used: 0, end_ms: window_end_ms });
-        let used = used.saturating_add(order.refunding).saturating_sub(order.unanswered.sum());
+        let Usage { used, end_ms } = lasting.unwrap_or(Usage { used: 0, end_ms: window.end_ms });
+        let used = used.saturating_add(order.refunding_in(window, now_ms)).saturating_sub(order.unanswered.sum());
         let is_confirmed =
             self.leases.with_existing(counter_id(counter), |record| record.generation == self.generation.get());
         match self.may_be_lost(rule_set, layer, end_ms) && is_confirmed != Some(true) {
@@ -2005,6 +2005,26 @@ mod tests {
             assert_eq!(known(end_ms, generation), 7);
             assert_eq!(known(end_ms, generation + 1), 50);
             assert_eq!(known(end_ms + HOUR_MS, generation + 1), 7, "in another window");
+        });
+    }
+
+    /// Only of a window in which they may lower the usage.
+    #[test]
+    fn refunds_on_their_way_are_part_of_what_a_server_is_told() {
+        run(async {
+            let worker = TestWorker::new(&[leased(&["100/hour"])]).await;
+            let counter = worker.counter("a", 0);
+            assert_eq!(worker.decide("a", 1).await, Some(true));
+            worker.record("a", |record| record.generation = 0);
+            worker.shared.reconnected_ms.set(u64::MAX);
+            let used_min = || worker.fetch(0, 0, "a", 1, 1).request.used_min;
+            let target = worker.record("a", |record| record.refund_target.clone().expect("a lease"));
+            let refunds = [3, 4].map(|tokens| target.refund(tokens));
+            worker.shared.begin_refunds(&refunds);
+            worker.shared.table.set_known_usage(counter, START_MS + HOUR_MS, 50, START_MS);
+            assert_eq!(used_min(), 57);
+            worker.clock.advance(Duration::from_millis(HOUR_MS));
+            assert_eq!(used_min(), 0, "the window has ended");
         });
     }
 

@@ -10,8 +10,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use foldhash::fast::FixedState;
+use smallvec::SmallVec;
 
 use super::lease_sizing::{CounterId, UnansweredTokens};
+use super::scripts::Refund;
+use transom_limiter::store_key::StoreWindow;
 
 /// Number of locks; workers that note replies about different counters seldom wait for each other.
 const PARTS: usize = 64;
@@ -33,7 +36,7 @@ struct Part {
 }
 
 /// What is remembered of a counter.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub struct CounterOrder {
     /// Number of the last change of the usage that replies have reported.
     pub changed: u64,
@@ -41,14 +44,29 @@ pub struct CounterOrder {
     pub unanswered: UnansweredTokens,
     /// While there are unanswered charges: the usage that replies have reported.
     pub reported: u64,
-    /// Tokens of refunds that wait or have no reply. They are not part of the known usage, and a server may still count them.
-    pub refunding: u64,
+    /// Tokens of refunds that wait or have no reply, by window. They are not part of the known usage, and a server may still count them.
+    refunding: SmallVec<[RefundingTokens; 1]>,
+}
+
+/// Tokens that were counted in one window and are refunded.
+#[derive(Clone)]
+struct RefundingTokens {
+    /// [`Refund::number`].
+    number: u64,
+    limit: u32,
+    tokens: u64,
 }
 
 impl CounterOrder {
     /// Whether the order has to be remembered.
     fn is_open(&self) -> bool {
-        self.unanswered.sum() > 0 || self.refunding > 0
+        self.unanswered.sum() > 0 || !self.refunding.is_empty()
+    }
+
+    /// Tokens by which refunds that wait or have no reply may lower the usage of a window.
+    pub fn refunding_in(&self, window: StoreWindow, now_ms: u64) -> u64 {
+        let tokens = |of: &RefundingTokens| window.refundable(of.number, of.limit, of.tokens, now_ms);
+        self.refunding.iter().map(tokens).fold(0, u64::saturating_add)
     }
 }
 
@@ -83,7 +101,7 @@ impl LockedOrder<'_> {
     pub fn get(&self) -> CounterOrder {
         let (unanswered, reported, refunding) = Default::default();
         let forgotten = CounterOrder { changed: self.part.forgotten, unanswered, reported, refunding };
-        self.part.counters.get(&self.id).copied().unwrap_or(forgotten)
+        self.part.counters.get(&self.id).cloned().unwrap_or(forgotten)
     }
 
     /// Notes a change: replies to calls that were sent before do not lower the known usage.
@@ -108,12 +126,25 @@ impl LockedOrder<'_> {
         }
     }
 
-    pub fn begin_refund(&mut self, tokens: u64) {
-        self.change(|counter| counter.refunding = counter.refunding.saturating_add(tokens));
+    pub fn begin_refund<K>(&mut self, &Refund { number, limit, tokens, .. }: &Refund<K>) {
+        if tokens > 0 {
+            self.change(|counter| {
+                match counter.refunding.iter_mut().find(|of| (of.number, of.limit) == (number, limit)) {
+                    Some(of) => of.tokens = of.tokens.saturating_add(tokens),
+                    None => counter.refunding.push(RefundingTokens { number, limit, tokens }),
+                }
+            });
+        }
     }
 
-    pub fn end_refund(&mut self, tokens: u64) {
-        self.change(|counter| counter.refunding = counter.refunding.saturating_sub(tokens));
+    pub fn end_refund<K>(&mut self, &Refund { number, limit, tokens, .. }: &Refund<K>) {
+        self.change(|counter| {
+            counter.refunding.retain(|of| {
+                let ended = if (of.number, of.limit) == (number, limit) { tokens } else { 0 };
+                of.tokens = of.tokens.saturating_sub(ended);
+                of.tokens > 0
+            });
+        });
     }
 
     /// Changes the usage that replies have reported, if it is remembered.
