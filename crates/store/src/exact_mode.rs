@@ -156,9 +156,14 @@ impl SharedCounters {
 
     /// Refunds in the background.
     pub fn refund_later(self: &Rc<Self>, refunds: Vec<Refund>) {
+        self.begin_refunds(&refunds);
+        self.send_later(refunds);
+    }
+
+    /// As [`SharedCounters::refund_later`], of noted refunds.
+    pub(super) fn send_later(self: &Rc<Self>, refunds: Vec<Refund>) {
         if !refunds.is_empty() {
             let shared = Rc::clone(self);
-            self.begin_refunds(&refunds);
             tokio::task::spawn_local(async move { shared.send_refunds(refunds).await });
         }
     }

@@ -567,7 +567,9 @@ mod tests {
     use tokio::time::Instant;
 
     use super::super::shared_decision::SharedOutcome;
-    use super::super::test_worker::{ACCOUNT_KEY, Call, HOUR_MS, KEY, SLIDING_KEY, START_MS, TestWorker, leased, run};
+    use super::super::test_worker::{
+        ACCOUNT_KEY, Call, HOUR_KEY, HOUR_MS, KEY, MINUTE_KEY, SLIDING_KEY, START_MS, TestWorker, leased, run,
+    };
     use super::*;
     use transom_limiter::decision::Decision;
     use transom_limiter::rule::{Rule, Sharing};
@@ -780,6 +782,20 @@ mod tests {
             worker.shared.report_to_reachable().await;
             worker.settled_calls().await;
             assert_eq!(worker.store.used(KEY), used);
+        });
+    }
+
+    #[test]
+    fn reported_charges_of_a_request_are_refunded_in_one_call() {
+        run(async {
+            let worker = TestWorker::new(&[Rule { sharing: Sharing::Exact, ..leased(&["9/minute", "9/hour"]) }]).await;
+            assert_eq!(worker.decide("b", 1).await, Some(true));
+            let mut outcome = counted_locally(&worker).await;
+            worker.shared.report_to_reachable().await;
+            worker.settled_calls().await;
+            worker.shared.undo(&worker.rule_set, &mut outcome.context, ChargePosition::FIRST, Vec::new());
+            let refunds = vec![(HOUR_KEY.to_owned(), 1), (MINUTE_KEY.to_owned(), 1)];
+            assert_eq!(worker.settled_calls().await, [Call::Refund(refunds)]);
         });
     }
 

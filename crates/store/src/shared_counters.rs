@@ -372,6 +372,7 @@ impl SharedCounters {
         mut refund_locally: impl FnMut(ShardReceipt),
     ) {
         let now_ms = self.clock.now().unix_ms;
+        let mut refunds = Vec::new();
         for charged in receipts {
             let charge = charged.receipt.last_tokens(tokens);
             let with_receipt = |receipt| ShardReceipt { receipt, ..charged };
@@ -389,9 +390,12 @@ impl SharedCounters {
             }
             drop(reports);
             let refunded = more.iter().map(|refund| refund.tokens).sum();
-            self.refund_later(more.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))).collect());
+            let more: Vec<Refund> = more.into_iter().map(|refund| refund.with_key(|key| Rc::from(&**key))).collect();
+            self.begin_refunds(&more);
             self.forget_refunded_tokens(counter, refunded);
+            refunds.extend(more);
         }
+        self.send_later(refunds);
     }
 
     /// Subtracts tokens that are refunded to the store from the known usage.
