@@ -18,7 +18,7 @@ use transom_limiter::store_key::StoreWindow;
 
 /// Number of locks; workers that note replies about different counters seldom wait for each other.
 const PARTS: usize = 64;
-/// Counters of one part that are remembered.
+/// Counters of one part that are remembered; more, up to twice as many as cannot be forgotten.
 const COUNTERS_MAX: usize = 1024;
 
 /// The order of calls and changes. All workers of a process share it.
@@ -28,11 +28,18 @@ pub struct UsageOrder {
     parts: [Mutex<Part>; PARTS],
 }
 
-#[derive(Default)]
 struct Part {
     counters: HashMap<CounterId, CounterOrder, FixedState>,
+    /// As many are remembered before some are forgotten.
+    most: usize,
     /// No forgotten counter was changed after this number.
     forgotten: u64,
+}
+
+impl Default for Part {
+    fn default() -> Part {
+        Part { counters: HashMap::default(), most: COUNTERS_MAX, forgotten: 0 }
+    }
 }
 
 /// What is remembered of a counter.
@@ -157,9 +164,11 @@ impl LockedOrder<'_> {
     fn change(&mut self, change: impl FnOnce(&mut CounterOrder)) {
         let mut counter = self.get();
         change(&mut counter);
-        if self.part.counters.len() >= COUNTERS_MAX && !self.part.counters.contains_key(&self.id) {
+        if self.part.counters.len() >= self.part.most && !self.part.counters.contains_key(&self.id) {
             self.part.forgotten = self.order.next_number();
             self.part.counters.retain(|_, counter| counter.is_open());
+            // So that a counter costs the same on average, however many cannot be forgotten.
+            self.part.most = COUNTERS_MAX.max(2 * self.part.counters.len());
         }
         self.part.counters.insert(self.id, counter);
     }
@@ -209,5 +218,19 @@ mod tests {
         let unanswered = |tag| order.lock((0, tag)).get().unanswered.sum();
         assert_eq!((unanswered(0), unanswered(1)), (5, 0));
         assert!(changed(1) < order.next_number());
+    }
+
+    /// In an outage, refunds of many counters wait.
+    #[test]
+    fn counters_that_cannot_be_forgotten_are_seldom_looked_at() {
+        let order = UsageOrder::default();
+        let mut sweeps = Vec::new();
+        for tag in 0..8 * COUNTERS_MAX as u64 {
+            order.lock((0, tag)).add_unanswered(UnansweredTokens { reports: 1, charges: 0 }, 0);
+            sweeps.push(order.lock((0, u64::MAX)).get().changed);
+        }
+        sweeps.dedup();
+        assert_eq!(sweeps.len(), 1 + 3, "each looks at twice as many as the one before");
+        assert_eq!(order.lock((0, 0)).part.counters.len(), 8 * COUNTERS_MAX);
     }
 }
