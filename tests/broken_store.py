@@ -119,6 +119,12 @@ MISTAKES = [
         "let with_charges = reported.saturating_add(unanswered.charges).max(least);",
     ),
     (
+        "a call relies on what was known when another connection was open",
+        "shared_counters.rs",
+        "let generation = requests.iter().map(|request| request.generation).min().unwrap_or(0);",
+        "let generation = self.generation.get();",
+    ),
+    (
         "a refusal is taken for a grant",
         "exact_mode.rs",
         "break ChargeOutcome::Refused(all);",

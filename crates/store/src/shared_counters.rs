@@ -173,6 +173,8 @@ impl SharedCounters {
         requests: &[CounterRequest],
         charges: &[(ChargeId, Counter)],
     ) -> Result<AcquireReply, StoreError> {
+        #[cfg(test)]
+        super::simulated_store::network::Network::hold_call().await;
         let began = self.clock.instant();
         let now_ms = self.clock.now().unix_ms;
         // The time may have been corrected since the requests were made.

@@ -7,6 +7,7 @@ use fastrand::Rng;
 use tokio::runtime::Builder;
 
 use super::world::{Event, Scenario, World};
+use crate::simulated_store::network::Network;
 
 /// With more states the tests would take minutes.
 const STATES_MAX: usize = 200_000;
@@ -22,7 +23,10 @@ pub struct Exploration {
 
 /// Runs on a runtime whose time moves by events only.
 fn run<T>(test: impl Future<Output = T>) -> T {
-    Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime").block_on(test)
+    let result =
+        Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime").block_on(test);
+    Network::uninstall();
+    result
 }
 
 /// Explores until a property is violated.
@@ -105,7 +109,7 @@ pub fn run_at_random(scenario: &Scenario, seed: u64, events: usize) -> Result<us
 /// How often an event happens, in relation to others.
 fn weight(event: &Event) -> u32 {
     match event {
-        Event::Execute { .. } | Event::Deliver { .. } => 100,
+        Event::Send { .. } | Event::Execute { .. } | Event::Deliver { .. } => 100,
         Event::Begin { .. } | Event::Respond { .. } => 20,
         Event::Advance { .. } | Event::EndOutage => 4,
         Event::Cancel { .. } | Event::Cut { .. } | Event::Reset { .. } => 2,

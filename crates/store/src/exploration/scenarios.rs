@@ -18,6 +18,7 @@
 //! - a late grant is admitted beyond the limit
 //! - refunds that cannot be sent are dropped
 //! - charges without a reply count twice
+//! - a call relies on what was known when another connection was open
 //! - a refusal is taken for a grant
 
 use fastrand::Rng;
@@ -305,6 +306,13 @@ fn when_a_store_restarts_without_data_before_a_refund() {
     let two_workers: &[&[RequestKind]] = &[&[refunded(0)], &[request(0), request(0)]];
     let [plain, ..] = rules();
     holds_in_both_modes(plain, two_workers, |scenario| (scenario.workers, scenario.restarts) = (2, 1));
+}
+
+/// A call is made for the connection to the store before its restart, and sent when another one has noticed the new connection.
+#[test]
+fn when_a_store_restarts_before_calls_are_sent() {
+    let [plain, ..] = rules_of(&["2/minute"]);
+    holds_in_both_modes(plain, ALONE, |scenario| (scenario.holds_calls, scenario.restarts) = (true, 1));
 }
 
 #[test]

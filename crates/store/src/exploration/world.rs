@@ -69,6 +69,8 @@ pub struct Scenario {
     pub workers: usize,
     /// Whether calls have keys of one slot only, so that each rule has a call of its own.
     pub is_cluster: bool,
+    /// Whether a call is made and sent by two events, from a restart of the store on.
+    pub holds_calls: bool,
     /// Milliseconds by which time advances, in this order.
     pub steps: Vec<u64>,
     pub cuts: u8,
@@ -97,6 +99,7 @@ impl Scenario {
             requests: requests.iter().map(|requests| requests.to_vec()).collect(),
             workers: 1,
             is_cluster: false,
+            holds_calls: false,
             steps: Vec::new(),
             cuts: 0,
             outages: 0,
@@ -152,6 +155,11 @@ pub enum Event {
     Respond {
         gateway: usize,
         request: usize,
+    },
+    /// A worker sends a call that it has made.
+    Send {
+        gateway: usize,
+        call: usize,
     },
     /// The store executes the next call of a connection.
     Execute {
@@ -312,7 +320,10 @@ impl World {
             |event: fn(usize) -> Event, connections: Vec<usize>| connections.into_iter().map(event).collect::<Vec<_>>();
         events.extend(connections(|connection| Event::Deliver { connection }, self.network.deliverable()));
         events.extend(connections(|connection| Event::Execute { connection }, self.network.executable()));
+        let held = self.network.held();
         for (number, gateway) in self.gateways.iter().enumerate().filter(|(_, gateway)| gateway.is_alive) {
+            let of_gateway = held.iter().filter(|gateway| **gateway == number).count();
+            events.extend((0..of_gateway).map(|call| Event::Send { gateway: number, call }));
             if !requests[number].is_empty() {
                 events.push(Event::Begin { gateway: number });
             }
@@ -358,6 +369,7 @@ impl World {
                 self.reset(gateway);
             }
             Event::Respond { gateway, request } => self.respond(gateway, request),
+            Event::Send { gateway, call } => self.network.send(gateway, call),
             Event::Execute { connection } => {
                 self.observed.has_lost_calls |= self.network.is_cut(connection);
                 self.network.execute(connection);
@@ -376,6 +388,7 @@ impl World {
             Event::EndOutage => self.network.end_outage(),
             Event::RestartEmpty => {
                 self.scenario.restarts -= 1;
+                self.network.set_holding(self.scenario.holds_calls);
                 self.lose_data(Network::restart_empty);
             }
             Event::FailOver => {
@@ -415,6 +428,7 @@ impl World {
             | Event::Cancel { gateway, .. }
             | Event::Reset { gateway }
             | Event::Respond { gateway, .. }
+            | Event::Send { gateway, .. }
             | Event::Kill { gateway } => vec![gateway],
             Event::Deliver { connection } | Event::Cut { connection } => vec![self.network.gateway_of(connection)],
             Event::Execute { .. } => Vec::new(),
@@ -559,7 +573,8 @@ impl World {
             rounds += 1;
             let has_run = poll_fn(|_| {
                 let mut has_run = false;
-                for gateway in &mut self.gateways {
+                for (number, gateway) in self.gateways.iter_mut().enumerate() {
+                    self.network.set_running(number);
                     has_run |= gateway.run();
                 }
                 Poll::Ready(has_run)
@@ -713,6 +728,8 @@ impl World {
     /// Ends all disturbances, waits until gateways have returned and reported everything, and checks what the store counts.
     pub async fn drain(&mut self) {
         self.network.end_outage();
+        self.network.set_holding(false);
+        self.run_gateways().await;
         self.answer_all().await;
         self.idle(QUIET_MS).await;
         self.check_counts();

@@ -14,6 +14,7 @@ use std::task::{Context, Poll, Waker};
 
 use foldhash::fast::FixedState;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::oneshot;
 
 use super::counters::{CounterArguments, Store};
 use transom_config::redis::Node;
@@ -47,6 +48,12 @@ struct State {
     reset_ms: u64,
     /// Whether the store does not know the digests of the scripts, by `Call::is_refund`.
     forgot_script: [bool; 2],
+    /// Whether calls wait after they were made.
+    holds_calls: bool,
+    /// Calls that were made and not sent, each with its gateway.
+    held: Vec<(usize, oneshot::Sender<()>)>,
+    /// The gateway that runs.
+    running: usize,
 }
 
 /// A connection.
@@ -127,8 +134,53 @@ impl Network {
         CURRENT.with_borrow_mut(|current| *current = Some(self.clone()));
     }
 
+    /// Waits until the call that the running gateway has made is to be sent.
+    pub async fn hold_call() {
+        let held = CURRENT.with_borrow(|current| {
+            let mut state = current.as_ref()?.state();
+            let (send, held) = oneshot::channel();
+            let gateway = state.running;
+            state.holds_calls.then(|| state.held.push((gateway, send)))?;
+            Some(held)
+        });
+        if let Some(held) = held {
+            _ = held.await;
+        }
+    }
+
+    /// Holds all calls from now on, or sends them at once.
+    pub fn set_holding(&self, holds_calls: bool) {
+        let mut state = self.state();
+        (state.holds_calls, state.held) = (holds_calls, Vec::new());
+    }
+
+    pub fn set_running(&self, gateway: usize) {
+        self.state().running = gateway;
+    }
+
+    /// The gateways of the calls that can be sent.
+    pub fn held(&self) -> Vec<usize> {
+        let mut state = self.state();
+        state.held.retain(|(_, send)| !send.is_closed());
+        state.held.iter().map(|(gateway, _)| *gateway).collect()
+    }
+
+    /// Sends a call of a gateway, of those that are held.
+    pub fn send(&self, gateway: usize, nth: usize) {
+        let mut state = self.state();
+        let position = state.held.iter().enumerate().filter(|(_, (of, _))| *of == gateway).nth(nth);
+        if let Some((position, _)) = position {
+            drop(state.held.remove(position));
+        }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The thread has no network any more.
+    pub fn uninstall() {
+        CURRENT.take();
     }
 
     fn open(&self, gateway: usize) -> io::Result<SimulatedStream> {
