@@ -137,13 +137,25 @@ const REASONS: &[(&str, &str)] = &[
     ("slow_start", "see `slow_start` of the upstream"),
 ];
 
-/// Directives whose absence admits what nginx refuses.
-const ACCESS: &[&str] = &[
+/// Directives that require credentials.
+pub const AUTHENTICATION: [&str; 12] = [
     "auth_basic",
-    "auth_basic_user_file",
     "auth_request",
     "auth_jwt",
+    "auth_digest",
+    "auth_gss",
+    "auth_ldap",
+    "auth_oidc",
+    "auth_pam",
     "secure_link",
+    "access_by_lua",
+    "access_by_lua_block",
+    "access_by_lua_file",
+];
+
+/// Other directives whose absence admits what nginx refuses.
+const ACCESS: &[&str] = &[
+    "auth_basic_user_file",
     "secure_link_md5",
     "limit_req",
     "limit_conn",
@@ -202,5 +214,5 @@ pub fn needs_nothing(directive: &Directive) -> bool {
 
 /// Whether a directive restricts access or counts requests.
 pub fn limits_access(name: &str) -> bool {
-    ACCESS.contains(&name)
+    ACCESS.contains(&name) || AUTHENTICATION.contains(&name)
 }

@@ -30,8 +30,16 @@ struct Location<'d> {
     scope: Scope<'d>,
     patterns: Vec<String>,
     kind: Kind,
+    /// The regular expression, if the patterns match more paths than it.
+    wider_than: Option<Regex<'d>>,
     /// What is noted at its first route.
     section: Section,
+}
+
+#[derive(Clone, Copy)]
+struct Regex<'d> {
+    text: &'d str,
+    ignores_case: bool,
 }
 
 /// In the order in which nginx takes them. Of prefixes, it first takes the longest one, of both kinds.
@@ -70,21 +78,6 @@ const OTHER_HANDLERS: [&str; 7] = [
     "content_by_lua_file",
     "js_content",
 ];
-/// Directives that require credentials.
-const AUTHENTICATION: [&str; 12] = [
-    "auth_basic",
-    "auth_request",
-    "auth_jwt",
-    "auth_digest",
-    "auth_gss",
-    "auth_ldap",
-    "auth_oidc",
-    "auth_pam",
-    "secure_link",
-    "access_by_lua",
-    "access_by_lua_block",
-    "access_by_lua_file",
-];
 /// Longer lists are written as the denied networks, if these are fewer.
 const LISTED_NETWORKS: usize = 16;
 /// Most patterns of a location.
@@ -107,7 +100,8 @@ impl<'d> Importer<'d> {
         }
         let mut redirect = self.https_redirect(server);
         let mut locations = Vec::new();
-        self.collect(server.block.children(), scope, server, &routes.hosts, &mut locations);
+        self.collect(server.block.children(), scope, &routes.hosts, &mut locations);
+        self.leave_out_wider(server, &routes.hosts, &mut locations);
         for location in &mut locations {
             location.patterns.retain(|pattern| !rewrites.iter().any(|rewrite| rewrite.covers(pattern)));
             let is_in_part = |rewrite: &&Redirect| {
@@ -171,7 +165,6 @@ impl<'d> Importer<'d> {
         &mut self,
         block: &'d [Directive],
         scope: &Scope<'d>,
-        server: &Server<'d>,
         hosts: &[String],
         locations: &mut Vec<Location<'d>>,
     ) {
@@ -191,68 +184,84 @@ impl<'d> Importer<'d> {
             }
             let mut section = Section::default();
             section.comment(heading(&block.text().replace(" { … }", ""), &block.position));
+            let mut wider_than = None;
             let (kind, patterns) = match modifier {
                 "=" => (Kind::Exact, vec![literal(path)]),
                 "^~" => (Kind::Preferred, self.prefix(&mut section, block, path)),
-                "~" | "~*" => match of_regex(path).or_else(|| self.wider_regex(&mut section, server, block, path)) {
-                    Some((mut patterns, further)) => {
-                        let restricts = restricts(block);
-                        let has_letters = path.bytes().any(|byte| byte.is_ascii_alphabetic());
-                        if modifier == "~*" && has_letters {
-                            let why = "the route does not match other capital letters";
-                            let effect = if restricts { Effect::NotEnforced } else { Effect::Differs };
-                            section.comment(self.gateway.placed_note(
-                                effect,
-                                &block.position,
-                                format!("`{}`: {why}", block.text()),
-                            ));
-                        }
-                        if restricts {
-                            patterns.extend(further);
-                        } else if !further.is_empty() {
-                            self.note_more_paths(&mut section, block, path.trim_start_matches('^'));
-                        }
-                        (Kind::Regex, patterns)
-                    }
-                    None => {
-                        block.mark(Fate::LeftOut);
-                        let mut section = Section::default();
-                        if restricts(block) {
-                            section.set("rules", vec![block.text()]);
-                        }
-                        let (path, ignores_case) = (widened(path), modifier == "~*");
-                        let route = Route { hosts: hosts.to_vec(), path, section, ignores_case, ..Route::default() };
-                        let text = format!("`{}`: routes cannot express this regular expression", block.text());
-                        self.gateway.drop_route(vec![route], &block.position, text);
+                "~" | "~*" => {
+                    let is_leaf = block.children().iter().all(|child| child.name != "location");
+                    let wider = || of_regex(&with_any_characters(path).filter(|_| is_leaf)?);
+                    let (exact, regex) = (of_regex(path), Regex { text: path, ignores_case: modifier == "~*" });
+                    wider_than = exact.is_none().then_some(regex);
+                    let Some((mut patterns, further)) = exact.or_else(wider) else {
+                        self.leave_out_regex(hosts, block, regex);
                         continue;
+                    };
+                    let restricts = restricts(block);
+                    let has_letters = path.bytes().any(|byte| byte.is_ascii_alphabetic());
+                    if regex.ignores_case && has_letters {
+                        let why = "the route does not match other capital letters";
+                        let effect = if restricts { Effect::NotEnforced } else { Effect::Differs };
+                        let text = format!("`{}`: {why}", block.text());
+                        section.comment(self.gateway.placed_note(effect, &block.position, text));
                     }
-                },
+                    if restricts {
+                        patterns.extend(further);
+                    } else if !further.is_empty() {
+                        self.note_more_paths(&mut section, block, path.trim_start_matches('^'));
+                    }
+                    (Kind::Regex, patterns)
+                }
                 _ => (Kind::Prefix, self.prefix(&mut section, block, path)),
             };
             block.mark(Fate::Translated);
             let inner = scope.inner(block.children());
-            locations.push(Location { block, scope: inner.clone(), patterns, kind, section });
-            self.collect(block.children(), &inner, server, hosts, locations);
+            locations.push(Location { block, scope: inner.clone(), patterns, kind, wider_than, section });
+            self.collect(block.children(), &inner, hosts, locations);
         }
     }
 
-    /// The patterns of an expression with any characters in place of some, unless they would have other paths of a location with limits
-    /// or access rules.
-    fn wider_regex(
-        &mut self,
-        section: &mut Section,
-        server: &Server,
-        block: &Directive,
-        regex: &str,
-    ) -> Option<(Vec<String>, Vec<String>)> {
-        let wider = of_regex(&with_any_characters(regex)?)?;
-        if has_restricting(server.block.children(), block) {
-            return None;
+    fn leave_out_regex(&mut self, hosts: &[String], block: &Directive, regex: Regex<'_>) {
+        block.mark(Fate::LeftOut);
+        let mut section = Section::default();
+        if restricts(block) {
+            section.set("rules", vec![block.text()]);
         }
-        let text =
-            format!("`{}`: the route has any characters in place of those in brackets or after `\\`", block.text());
-        section.comment(self.gateway.placed_note(Effect::Differs, &block.position, text));
-        Some(wider)
+        let (path, ignores_case) = (widened(regex.text), regex.ignores_case);
+        let route = Route { hosts: hosts.to_vec(), path, section, ignores_case, ..Route::default() };
+        let text = format!("`{}`: routes cannot express this regular expression", block.text());
+        self.gateway.drop_route(vec![route], &block.position, text);
+    }
+
+    /// Leaves out locations whose patterns match more paths than their expressions, unless nginx forwards these paths too, by the
+    /// location `/`, and no location of the server has limits or access rules.
+    fn leave_out_wider(&mut self, server: &Server, hosts: &[String], locations: &mut Vec<Location<'d>>) {
+        let forwards = |location: &Location| location.block.children().iter().any(|child| child.name == "proxy_pass");
+        let is_root = |location: &Location| location.kind == Kind::Prefix && location.path() == "/";
+        let is_simple =
+            !any_restricts(server.block.children()) && locations.iter().any(|one| is_root(one) && forwards(one));
+        let is_kept = |location: &Location| {
+            let has_common = |other: &Location| {
+                let pairs = location.patterns.iter().flat_map(|one| other.patterns.iter().map(move |two| (one, two)));
+                { pairs }.any(|(one, two)| common(one, two) != Common::Nothing)
+            };
+            let is_other = |other: &&Location| !std::ptr::eq(*other, location) && !is_root(other);
+            is_simple && forwards(location) && !locations.iter().filter(is_other).any(has_common)
+        };
+        let is_kept: Vec<bool> = locations.iter().map(is_kept).collect();
+        let mut is_kept = is_kept.into_iter();
+        locations.retain_mut(|location| {
+            let is_kept = is_kept.next() == Some(true);
+            let (Some(regex), block) = (location.wider_than, location.block) else { return true };
+            if is_kept {
+                let why = "the route also matches other characters in place of `[…]`, `\\d` or `\\w`";
+                let text = format!("`{}`: {why}", block.text());
+                location.section.comment(self.gateway.placed_note(Effect::Differs, &block.position, text));
+            } else {
+                self.leave_out_regex(hosts, block, regex);
+            }
+            is_kept
+        });
     }
 
     /// Where limits depend on it, also the paths that begin so within a segment.
@@ -285,7 +294,7 @@ impl<'d> Importer<'d> {
         redirect: Option<(&'d Directive, Section)>,
         all: &[String],
     ) {
-        let Location { block, scope, mut patterns, kind, mut section } = location;
+        let Location { block, scope, mut patterns, kind, mut section, .. } = location;
         if let Some((condition, redirect)) = redirect {
             let routes = ServerRoutes { scheme: Some("http"), hosts: routes.hosts.clone(), ..*routes };
             self.add_routes(&routes, &["/{*rest}".to_owned()], &[], redirect, condition);
@@ -607,7 +616,7 @@ impl<'d> Importer<'d> {
     fn set_access(&mut self, section: &mut Section, scope: &Scope<'d>) {
         let satisfy_any = scope.one("satisfy").is_some_and(|satisfy| satisfy.argument() == "any");
         let is_on = |directive: &&Directive| directive.argument() != "off";
-        let authentication = AUTHENTICATION.iter().find_map(|name| scope.one(name).filter(is_on));
+        let authentication = directives::AUTHENTICATION.iter().find_map(|name| scope.one(name).filter(is_on));
         // With `satisfy any`, credentials decide about addresses that no directive names.
         let access = self.access(section, scope, !(satisfy_any && authentication.is_some()));
         if let Some(authentication) = authentication {
@@ -730,12 +739,10 @@ impl<'d> Importer<'d> {
     }
 }
 
-/// Whether a location other than `but` has limits or access rules of its own.
-fn has_restricting(blocks: &[Directive], but: &Directive) -> bool {
-    blocks
-        .iter()
-        .filter(|block| block.name == "location")
-        .any(|block| !std::ptr::eq(block, but) && restricts(block) || has_restricting(block.children(), but))
+/// Whether one of these locations has limits or access rules of its own.
+fn any_restricts(blocks: &[Directive]) -> bool {
+    let mut locations = blocks.iter().filter(|block| block.name == "location");
+    locations.any(|block| restricts(block) || any_restricts(block.children()))
 }
 
 /// Whether a location has limits or access rules of its own.
