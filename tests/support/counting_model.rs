@@ -643,7 +643,7 @@ impl Model {
         self.applied(request).iter().any(|applied| applied.cost == 0)
     }
 
-    /// Whether leased tokens may be left that cannot pay for the request: it takes those of one rule all or none.
+    /// Whether a rule may refuse the request in an outage although tokens are left: it takes leased ones or local ones, not both.
     pub fn may_exceed_lease(&self, request: &Request) -> bool {
         let takes_several = |applied: &Applied<'_>| applied.cost > 1 || applied.layers.len() > 1;
         self.applied(request).iter().any(|applied| applied.rule.sharing == Sharing::Lease && takes_several(applied))
