@@ -259,11 +259,7 @@ const NGINX: [(&str, &[Requests]); 14] = [
     ),
     (
         "numbers",
-        &[
-            get("/users/7", 3),
-            get("/users/7/more", 1),
-            get("/v2/items/0b5e6c1a-7d4f-4f0e-9a51-3c2b1d0e9f87.json", 1),
-        ],
+        &[get("/users/7", 3), get("/users/7/more", 1), get("/v2/items/0b5e6c1a-7d4f-4f0e-9a51-3c2b1d0e9f87.json", 1)],
     ),
     (
         "behind-balancer",
