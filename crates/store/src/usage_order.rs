@@ -145,26 +145,33 @@ impl LockedOrder<'_> {
     }
 
     pub fn end_refund<K>(&mut self, &Refund { number, limit, tokens, .. }: &Refund<K>) {
-        self.change(|counter| {
-            counter.refunding.retain(|of| {
-                let ended = if (of.number, of.limit) == (number, limit) { tokens } else { 0 };
-                of.tokens = of.tokens.saturating_sub(ended);
-                of.tokens > 0
-            });
-        });
+        let Some(counter) = self.part.counters.get_mut(&self.id) else { return };
+        let begun = counter.refunding.iter().position(|of| (of.number, of.limit) == (number, limit));
+        if let Some(position) = begun {
+            let of = &mut counter.refunding[position];
+            of.tokens = of.tokens.saturating_sub(tokens);
+            if of.tokens == 0 {
+                counter.refunding.swap_remove(position);
+            }
+        }
     }
 
     /// Changes the usage that replies have reported, if it is remembered.
     pub fn change_reported(&mut self, change: impl FnOnce(u64) -> u64) {
-        if self.get().unanswered.charges > 0 {
-            self.change(|counter| counter.reported = change(counter.reported));
+        if let Some(counter) = self.part.counters.get_mut(&self.id)
+            && counter.unanswered.charges > 0
+        {
+            counter.reported = change(counter.reported);
         }
     }
 
     fn change(&mut self, change: impl FnOnce(&mut CounterOrder)) {
+        if let Some(counter) = self.part.counters.get_mut(&self.id) {
+            return change(counter);
+        }
         let mut counter = self.get();
         change(&mut counter);
-        if self.part.counters.len() >= self.part.most && !self.part.counters.contains_key(&self.id) {
+        if self.part.counters.len() >= self.part.most {
             self.part.forgotten = self.order.next_number();
             self.part.counters.retain(|_, counter| counter.is_open());
             // So that a counter costs the same on average, however many cannot be forgotten.
@@ -177,6 +184,7 @@ impl LockedOrder<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use transom_limiter::window_kind::WindowKind;
 
     #[test]
     fn calls_and_changes_are_numbered_together() {
@@ -232,5 +240,33 @@ mod tests {
         sweeps.dedup();
         assert_eq!(sweeps.len(), 1 + 3, "each looks at twice as many as the one before");
         assert_eq!(order.lock((0, 0)).part.counters.len(), 8 * COUNTERS_MAX);
+    }
+
+    #[test]
+    fn refunds_end_as_they_began() {
+        let refund = |number, tokens| Refund {
+            key_base: (),
+            kind: WindowKind::Plain,
+            number,
+            limit: 9,
+            tokens,
+            used_max: None,
+            counter: None,
+            deletes: false,
+        };
+        let order = UsageOrder::default();
+        let mut counter = order.lock((7, 1));
+        counter.begin_refund(&refund(1, 0));
+        counter.end_refund(&refund(1, 0));
+        assert!(counter.part.counters.is_empty(), "nothing was refunded");
+        [refund(1, 2), refund(2, 3), refund(1, 4)].iter().for_each(|refund| counter.begin_refund(refund));
+        let mut left = |number, tokens| {
+            counter.end_refund(&refund(number, tokens));
+            counter.get().refunding.iter().map(|of| (of.number, of.tokens)).collect::<Vec<_>>()
+        };
+        assert_eq!(left(1, 4), [(1, 2), (2, 3)]);
+        assert_eq!(left(1, 2), [(2, 3)]);
+        assert_eq!(left(2, 3), []);
+        assert!(!counter.get().is_open());
     }
 }
