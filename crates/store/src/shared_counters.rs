@@ -173,6 +173,8 @@ impl SharedCounters {
         requests: &[CounterRequest],
         charges: &[(ChargeId, Counter)],
     ) -> Result<AcquireReply, StoreError> {
+        // An event of the exploration: other tasks of the worker may run between the making of a call, where the requests were filled in,
+        // and its sending. The simulated client begins behind the comparison of connections below.
         #[cfg(test)]
         super::simulated_store::network::Network::hold_call().await;
         let began = self.clock.instant();

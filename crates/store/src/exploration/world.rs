@@ -69,7 +69,7 @@ pub struct Scenario {
     pub workers: usize,
     /// Whether calls have keys of one slot only, so that each rule has a call of its own.
     pub is_cluster: bool,
-    /// Whether a call is made and sent by two events, from a restart of the store on.
+    /// Whether a call that charges is made and sent by two events, from a restart of the store on.
     pub holds_calls: bool,
     /// Milliseconds by which time advances, in this order.
     pub steps: Vec<u64>,
@@ -156,7 +156,7 @@ pub enum Event {
         gateway: usize,
         request: usize,
     },
-    /// A worker sends a call that it has made.
+    /// A worker sends a call that charges, which it has made.
     Send {
         gateway: usize,
         call: usize,

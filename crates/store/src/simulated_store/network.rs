@@ -48,7 +48,7 @@ struct State {
     reset_ms: u64,
     /// Whether the store does not know the digests of the scripts, by `Call::is_refund`.
     forgot_script: [bool; 2],
-    /// Whether calls wait after they were made.
+    /// Whether calls that charge wait after they were made; reports and refunds do not.
     holds_calls: bool,
     /// Calls that were made and not sent, each with its gateway.
     held: Vec<(usize, oneshot::Sender<()>)>,
@@ -148,7 +148,7 @@ impl Network {
         }
     }
 
-    /// Holds all calls from now on, or sends them at once.
+    /// Holds all calls that charge from now on, or sends them at once.
     pub fn set_holding(&self, holds_calls: bool) {
         let mut state = self.state();
         (state.holds_calls, state.held) = (holds_calls, Vec::new());
