@@ -10,10 +10,11 @@ use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{Handle, RuleId, VariantId};
 use transom_limiter::key::{KeyHash, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
+use transom_limiter::memory::Memory;
 use transom_limiter::rule::{Rule, Sharing};
 use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
-use transom_limiter::table::{Counter, CounterResult, Table};
+use transom_limiter::table::{Counter, CounterResult, Table, TableLayout};
 use transom_limiter::window_kind::AcquireRequest;
 
 use crate::support::{explore, race};
@@ -36,17 +37,25 @@ impl Gateway {
 
     /// Four requests, and as many that roll over: windows depend on each other.
     fn accumulating() -> Arc<Gateway> {
-        Gateway::with_limit(Limit { capacity: Some(8), ..Limit::parse("4/100ms").expect("it is a limit") })
+        Gateway::with_limit(Gateway::accumulating_limit())
+    }
+
+    fn accumulating_limit() -> Limit {
+        Limit { capacity: Some(8), ..Limit::parse("4/100ms").expect("it is a limit") }
     }
 
     fn with_limit(limit: Limit) -> Arc<Gateway> {
+        Arc::new(Gateway::with_table(limit, Table::with_buckets(1, 1).expect("there is memory")))
+    }
+
+    fn with_table(limit: Limit, table: Table<4>) -> Gateway {
         let mut rule = Rule::new("r", vec![KeyPart::GLOBAL], OnMissing::Never, vec![limit]);
         rule.sharing = Sharing::Lease;
         // A table of one shard, because loom creates its locks again for each interleaving.
         let former = RuleSet { concurrency: Arc::new(ConcurrencyTable::with_capacity(1, 1)), ..RuleSet::default() };
         let rule_set = Arc::new(RuleSet::new(&[rule], Seed(1, 2), Some(&former)));
         let charge_plan = rule_set.charge_plan([RuleId::at(0)]);
-        Arc::new(Gateway { table: Table::with_buckets(1, 1).expect("there is memory"), charge_plan })
+        Gateway { table, charge_plan }
     }
 
     fn counter(&self) -> Counter {
@@ -72,6 +81,14 @@ impl Gateway {
             true,
         );
         matches!(decision, LocalDecision::Decided(Decision::Admitted))
+    }
+
+    /// Whether a charge is made that was prepared before usage became known.
+    fn charges(&self) -> bool {
+        let layer = self.charge_plan.layer(self.charge_plan.enforced()[0]).request;
+        let request = AcquireRequest { end_ms: 1100, cost: 1, ..layer };
+        let time = self.charge_plan.rule_set().time(NOW_MS);
+        matches!(self.table.acquire(self.counter(), request, time, None), CounterResult::Acquired(..))
     }
 
     /// Moves the usage of the local counter to the known usage of the shared one; returns the tokens.
@@ -120,14 +137,8 @@ fn known_usage_counts_once() {
 fn known_usage_replaces_no_charge() {
     explore(1, || {
         let gateway = Gateway::accumulating();
-        let late = |gateway: &Gateway| {
-            let layer = gateway.charge_plan.layer(gateway.charge_plan.enforced()[0]).request;
-            let request = AcquireRequest { end_ms: 1100, cost: 1, ..layer };
-            let time = gateway.charge_plan.rule_set().time(NOW_MS);
-            matches!(gateway.table.acquire(gateway.counter(), request, time, None), CounterResult::Acquired(..))
-        };
         gateway.know(6);
-        assert_eq!(race(&gateway, [late, Gateway::admits]), [true; 2]);
+        assert_eq!(race(&gateway, [Gateway::charges, Gateway::admits]), [true; 2]);
         assert!(!gateway.admits(), "the limit is used up");
         assert_eq!(gateway.report(), 2);
     });
@@ -146,4 +157,33 @@ fn reported_usage_counts_once() {
         reported
     });
     assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [1, 2]);
+}
+
+/// Two processes share the table, but no lock: one makes the local counter begin at the known usage, while the other reports it and
+/// counts a request.
+#[test]
+fn no_charge_is_lost_between_processes() {
+    explore(1, || {
+        let layout = TableLayout { counter_buckets: 1, overflow_buckets: 1, bucket_slots: 4 };
+        let memory = Memory::zeroed(layout.bytes()).expect("there is memory");
+        let processes = Arc::new([(); 2].map(|()| {
+            let table = Table::in_memory(layout, &memory, 0).expect("it fits");
+            Gateway::with_table(Gateway::accumulating_limit(), table)
+        }));
+        let [first, second] = &*processes;
+        first.know(5);
+        assert!(first.admits());
+        let [reported, admitted] = race(
+            &processes,
+            [
+                |[first, _]: &[Gateway; 2]| {
+                    let reported = first.report();
+                    assert!(first.charges());
+                    reported
+                },
+                |[_, second]: &[Gateway; 2]| u64::from(second.admits()),
+            ],
+        );
+        assert!(reported + second.report() >= 2 + admitted, "each charge is reported");
+    });
 }

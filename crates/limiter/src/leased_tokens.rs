@@ -192,61 +192,88 @@ impl<const W: usize> Table<W> {
 
     /// The known usage that a local counter contains, whose windows depend on each other: see [`Table::count_from`].
     pub(super) fn known_in_counter(&self, counter: Counter, request: AcquireRequest, time: Time<'_>) -> u64 {
-        let word = self.find_lasting(counter.with_tag_mask(COUNTED_FROM_TAG), request, time);
-        word.map_or(0, |word| usage(word, request, time).used)
+        self.base_word(counter, request, time).map_or(0, |word| usage(word, request, time).used)
     }
 
-    /// Makes a local counter whose windows depend on each other begin at the known usage, unless it has counted requests: then their
-    /// tokens are owed behind those that are known to be used. `request`: in the current window, with the ceiling of all gateways.
+    /// Makes a local counter whose windows depend on each other begin at the known usage, unless it has counted requests: the usage
+    /// that becomes known then is not joined with its own. `request`: in the current window, with the ceiling of all gateways.
+    // The base is the known usage that the counter contains. Each word is replaced only if it still is what was read, because another
+    // process may share the table, which the lock does not stop.
     pub(super) fn count_from(&self, counter: Counter, known: Usage, request: AcquireRequest, time: Time<'_>) {
         let counted_from = counter.with_tag_mask(COUNTED_FROM_TAG);
-        let former = || {
-            let base = self.find_lasting(counted_from, request, time).map(|word| usage(word, request, time));
-            let base = base.unwrap_or(Usage { used: 0, ..known });
-            let counted = self.find_live(counter, time.now_ms).map_or(0, |word| usage(word, request, time).used);
-            let is_same = counted == base.used && (base.used == known.used || known.used >= request.ceiling);
-            (counted <= base.used && !is_same).then_some(base)
+        let used_in = |word: CounterWord| usage(word, request, time).used;
+        let may_begin = |counted: u64, base: u64| {
+            let is_same = counted == base && (base == known.used || known.used >= request.ceiling);
+            counted <= base && !is_same
         };
-        if former().is_none() {
+        let used = |counter| self.find_live(counter, time.now_ms).map_or(0, used_in);
+        if !may_begin(used(counter), used(counted_from)) {
             return;
         }
-        let _lock = self.lock_known_in_counters();
-        let Some(base) = former() else { return };
-        let set_base = |Usage { used, end_ms }: Usage| {
-            let word = with_usage(counted_from.key.tag, Usage { used, end_ms }, request, time);
-            self.write_lasting(counted_from, word.end_ms(), word.count(), time.now_ms, true);
-            self.known_in_counter(counter, request, time) == used
-        };
-        // The base is never more than the known usage in the counter, so that no charge is taken for a part of it.
-        if !set_base(if known.used < base.used { known } else { base }) {
+        let empty = AcquireRequest { end_ms: known.end_ms, ceiling: CEILING_MAX, floor: 0, cost: 0, ..request };
+        if self.find_live(counter, time.now_ms).is_none() && self.acquire_own(counter, empty, time, None).is_none()
+            || !self.open_word(counted_from, known.end_ms, time.now_ms)
+        {
             // The table is full.
             return;
         }
-        if self.find_live(counter, time.now_ms).is_none() {
-            let empty = AcquireRequest { end_ms: known.end_ms, ceiling: CEILING_MAX, floor: 0, cost: 0, ..request };
-            let _ = self.acquire_own(counter, empty, time, None);
+        let _lock = self.lock_known_in_counter(counter);
+        let Some((base_at, base_word)) = self.find_live_at(counted_from, time.now_ms) else { return };
+        let base = used_in(base_word);
+        let known_word =
+            |counter: Counter, end_ms| with_usage(counter.key.tag, Usage { used: known.used, end_ms }, request, time);
+        // Never more than the known usage in the counter, so that no charge is taken for a part of it.
+        let least = if known.used < base { known_word(counted_from, known.end_ms) } else { base_word };
+        if self.counters.swap(base_at, base_word, least).is_err() {
+            return;
         }
-        let has_begun = match self.counters.find(counter.key) {
-            FindResult::Counter(index, word) if word.is_live(time.now_ms) => {
-                let Usage { used, end_ms } = usage(word, request, time);
-                let next = with_usage(word.tag(), Usage { used: known.used, end_ms }, request, time);
-                used <= base.used && self.counters.swap(index, word, next).is_ok()
+        let begun = self.find_live_at(counter, time.now_ms).and_then(|(at, word)| {
+            let next = known_word(counter, usage(word, request, time).end_ms);
+            let begins = may_begin(used_in(word), base) && self.counters.swap(at, word, next).is_ok();
+            begins.then_some((at, word, next))
+        });
+        let next_base = if begun.is_some() { known_word(counted_from, known.end_ms) } else { base_word };
+        if self.counters.swap(base_at, least, next_base).is_err()
+            && let Some((at, word, next)) = begun
+        {
+            // Another process has reported the counter, or the window has ended. If the counter was charged meanwhile, it counts too much.
+            let _ = self.counters.swap(at, next, word);
+        }
+    }
+
+    /// No other worker makes the local counter begin at known usage or reports it while the result exists: each takes two words. Charges
+    /// do not need this lock. It is one of this process; the table may be of several.
+    pub(super) fn lock_known_in_counter(&self, counter: Counter) -> MutexGuard<'_, ()> {
+        let nth = counter.key.bucket_hash as usize % self.known_in_counters.len();
+        self.known_in_counters[nth].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The word that [`Table::known_in_counter`] reads.
+    pub(super) fn base_word(&self, counter: Counter, request: AcquireRequest, time: Time<'_>) -> Option<CounterWord> {
+        self.find_lasting(counter.with_tag_mask(COUNTED_FROM_TAG), request, time)
+    }
+
+    /// The local counter that contained this known usage is empty.
+    pub(super) fn forget_known_in_counter(&self, counter: Counter, base: CounterWord, end_ms: u64) {
+        let counted_from = counter.with_tag_mask(COUNTED_FROM_TAG);
+        if let FindResult::Counter(index, word) = self.counters.find(counted_from.key)
+            && word == base
+        {
+            // If another process has changed it, it belongs to a counter that has begun again.
+            let _ = self.counters.swap(index, word, CounterWord::new(word.tag(), end_ms.min(END_MAX_MS), 0));
+        }
+    }
+
+    /// Creates a word with the count 0, unless it is live; `false` if there is no slot.
+    fn open_word(&self, counter: Counter, end_ms: u64, now_ms: u64) -> bool {
+        let end_ms = end_ms.min(END_MAX_MS);
+        let window = OpenWindow { end_ms, closes_ms: end_ms };
+        match self.counters.insert(counter.key, window, now_ms, || false) {
+            InsertResult::At(_, word) if word.is_live(now_ms) => true,
+            InsertResult::At(index, word) => {
+                self.counters.swap(index, word, CounterWord::new(counter.key.tag, end_ms, 0)).is_ok()
             }
-            FindResult::Counter(..) | FindResult::Claim(..) | FindResult::Nothing => false,
-        };
-        set_base(if has_begun { known } else { base });
-    }
-
-    /// Local counters neither begin at known usage nor lose it while the result exists: each takes two words. Charges do not need this
-    /// lock.
-    pub(super) fn lock_known_in_counters(&self) -> MutexGuard<'_, ()> {
-        self.known_in_counters.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The local counter is empty, or does not contain known usage.
-    pub(super) fn forget_known_in_counter(&self, counter: Counter, request: AcquireRequest, time: Time<'_>) {
-        if request.kind.carries_debt() {
-            self.write_lasting(counter.with_tag_mask(COUNTED_FROM_TAG), request.end_ms, 0, time.now_ms, false);
+            InsertResult::Full | InsertResult::Late => false,
         }
     }
 
@@ -291,8 +318,13 @@ impl<const W: usize> Table<W> {
     }
 
     fn find_live(&self, counter: Counter, now_ms: u64) -> Option<CounterWord> {
+        self.find_live_at(counter, now_ms).map(|(_, word)| word)
+    }
+
+    /// As [`Table::find_live`], with the index of the word.
+    fn find_live_at(&self, counter: Counter, now_ms: u64) -> Option<(usize, CounterWord)> {
         match self.counters.find(counter.key) {
-            FindResult::Counter(_, word) if word.is_live(now_ms) => Some(word),
+            FindResult::Counter(index, word) if word.is_live(now_ms) => Some((index, word)),
             FindResult::Counter(..) | FindResult::Claim(..) | FindResult::Nothing => None,
         }
     }

@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
 use crate::charge_plan::{ChargePlan, LayerCharge, LayerRef};
+use crate::counter::CounterWord;
 use crate::decision::Decision;
 use crate::decision_context::{DecisionContext, DecisionResult};
 use crate::decision_time::DecisionTime;
@@ -148,23 +149,30 @@ impl RuleSet {
         if charge.request.kind == WindowKind::Sliding {
             return SlidingCounter::new(charge.counter, charge.request, time).reset(table, time, announce);
         }
-        let _lock = charge.request.kind.carries_debt().then(|| table.lock_known_in_counters());
-        let mut words = Vec::new();
-        let used_here = |word, request: AcquireRequest, time: Time<'_>| {
-            usage(word, request, time).used.saturating_sub(table.known_in_counter(charge.counter, request, time))
+        let _lock = charge.request.kind.carries_debt().then(|| table.lock_known_in_counter(charge.counter));
+        let base_word = || table.base_word(charge.counter, charge.request, time);
+        let (mut words, mut base) = (Vec::new(), base_word());
+        let used_in =
+            |word: Option<CounterWord>, request, time: Time<'_>| word.map_or(0, |word| usage(word, request, time).used);
+        let used_here = |word, base, request, time: Time<'_>| {
+            used_in(Some(word), request, time).saturating_sub(used_in(base, request, time))
         };
         for counter in charge.sharding.counters(charge.counter) {
             let mut announced = 0;
             words.push(table.reset_announced(counter, charge.request, time, |word| {
-                let used = used_here(word, charge.request, time);
+                // Another process may have changed it.
+                base = base_word();
+                let used = used_here(word, base, charge.request, time);
                 announce(used.saturating_sub(announced));
                 announced = used.max(announced);
             }));
         }
         now.advance();
-        let request = self.local_charge(layer, keyed_request, now.unix_ms).request;
-        let tokens = words.into_iter().map(|word| used_here(word, request, self.time(now.unix_ms))).sum();
-        table.forget_known_in_counter(charge.counter, request, self.time(now.unix_ms));
+        let (request, time) = (self.local_charge(layer, keyed_request, now.unix_ms).request, self.time(now.unix_ms));
+        let tokens = words.into_iter().map(|word| used_here(word, base, request, time)).sum();
+        if let Some(base) = base {
+            table.forget_known_in_counter(charge.counter, base, request.end_ms);
+        }
         tokens
     }
 
@@ -287,7 +295,7 @@ impl ChargePlan {
     }
 
     /// Whether a charge that a local counter refused may take more now: the counter began at the known usage meanwhile, or its own usage
-    /// became known. Both count twice for a moment.
+    /// became known. For a moment the counter contains usage that is also subtracted from the ceiling.
     pub(super) fn may_take_more<const W: usize>(
         &self,
         table: &Table<W>,
@@ -302,12 +310,20 @@ impl ChargePlan {
         context.result.charges[first..].iter().filter(is_local).any(|charge| {
             let Some(keyed_request) = context.inputs.keyed_requests[charge.layer.position] else { return false };
             let RemoteUsage { known, counted } = remote_usage(charge, table, time);
-            if counted < known && charge.usage.used >= known {
-                drop(table.lock_known_in_counters());
+            let takes_more = || {
+                let mut again = self.layer(charge.layer).new_charge(keyed_request, charge.request.end_ms, 0);
+                subtract_remote_usage(&mut again, table, time);
+                again.request.ceiling > charge.request.ceiling
+            };
+            if takes_more() {
+                return true;
             }
-            let mut again = self.layer(charge.layer).new_charge(keyed_request, charge.request.end_ms, 0);
-            subtract_remote_usage(&mut again, table, time);
-            again.request.ceiling > charge.request.ceiling
+            let may_begin = || table.base_word(charge.counter, charge.request, time).is_some();
+            if counted >= known || charge.usage.used < known || !may_begin() {
+                return false;
+            }
+            drop(table.lock_known_in_counter(charge.counter));
+            takes_more()
         })
     }
 
@@ -744,5 +760,62 @@ impl DecisionContext {
     /// Removes the charges from `first` on.
     pub fn truncate(&mut self, first: ChargePosition) {
         self.result.charges.truncate(first);
+    }
+}
+
+#[cfg(all(test, not(feature = "loom")))]
+mod tests {
+    use super::*;
+    use crate::bucket::Key;
+    use crate::handles::{Handle, RuleId, VariantId};
+    use crate::key::{KeyHash, KeyPart, OnMissing, Seed};
+    use crate::limit::Limit;
+    use crate::rule::Rule;
+    use std::sync::Arc;
+
+    const NOW_MS: u64 = 50;
+    const KEYED_REQUEST: KeyedRequest =
+        KeyedRequest { key: KeyHash { bucket_hash: 0, tag: 1 }, offset: 0, variant: VariantId::DEFAULT, cost: 1 };
+
+    /// Four requests in 100 ms, and as many that roll over.
+    fn plan() -> ChargePlan {
+        let limit = Limit { capacity: Some(8), ..Limit::parse("4/100ms").expect("it is a limit") };
+        let mut rule = Rule::new("r", vec![KeyPart::GLOBAL], OnMissing::Never, vec![limit]);
+        rule.sharing = Sharing::Lease;
+        Arc::new(RuleSet::new(&[rule], Seed(1, 2), None)).charge_plan([RuleId::at(0)])
+    }
+
+    /// Whether a request is admitted while the store is unreachable.
+    fn admits<const W: usize>(plan: &ChargePlan, table: &Table<W>) -> bool {
+        let mut context = DecisionContext::default();
+        context.inputs.keyed_requests.push(Some(KEYED_REQUEST));
+        plan.set_counting_modes(|_rule| true, &mut context.sharing.counting_modes);
+        let clock = || NOW_MS;
+        let decision = plan.decide_locally(plan.enforced(), table, DecisionTime::read(&clock), &mut context, true);
+        matches!(decision, LocalDecision::Decided(Decision::Admitted))
+    }
+
+    /// With the lock, such a request would not end here.
+    #[test]
+    fn requests_of_a_counter_that_cannot_begin_take_no_lock() {
+        let plan = plan();
+        let counter = plan.layer(plan.enforced()[0]).counter(KEYED_REQUEST);
+        // It has counted before usage became known.
+        let table = Table::with_capacity(64).unwrap();
+        assert_eq!([(); 5].map(|()| admits(&plan, &table)), [true; 5]);
+        table.set_known_usage(counter, 100, 5, NOW_MS);
+        let lock = table.lock_known_in_counter(counter);
+        assert!(!admits(&plan, &table));
+        drop(lock);
+        // There is a slot for the known usage, and for the counter or for none.
+        for others in [0, 1] {
+            let table = Table::<2>::with_buckets(1, 1).unwrap();
+            table.set_known_usage(counter, 100, 5, NOW_MS);
+            for tag in 3..3 + others {
+                table.set_known_usage(Counter { key: Key { tag, ..counter.key }, ..counter }, 100, 5, NOW_MS);
+            }
+            let _lock = table.lock_known_in_counter(counter);
+            assert!(admits(&plan, &table));
+        }
     }
 }

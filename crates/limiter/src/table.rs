@@ -24,6 +24,8 @@ use crate::window_kind::{
 pub const BUCKET_SLOTS: usize = 8;
 /// The number of overflow counters of a layer, over which its keys are distributed when the table is full.
 const OVERFLOW_GROUPS: u64 = 64;
+/// Number of locks of local counters; loom creates them again for each interleaving.
+const KNOWN_LOCKS: usize = if cfg!(feature = "loom") { 1 } else { 64 };
 
 /// Identifies a counter: its key, and the layer, which selects the overflow counters.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
@@ -166,15 +168,16 @@ pub struct TableStats {
     pub free: usize,
 }
 
-/// A table of counters with `W` slots per bucket. Charges and refunds are lock-free.
+/// A table of counters with `W` slots per bucket. Charges and refunds are lock-free; only where a local counter of a shared limit begins
+/// at known usage, or is reported, threads may wait for each other.
 pub struct Table<const W: usize = BUCKET_SLOTS> {
     pub(super) counters: SlotArray<W>,
     overflow: SlotArray<W>,
     watermarks: AtomicSlice<AtomicU64>,
     overflow_charges_total: AtomicU64,
     overflow_refused_total: AtomicU64,
-    /// See `leased_tokens`.
-    pub(super) known_in_counters: Mutex<()>,
+    /// By `bucket_hash`, see `lock_known_in_counter`.
+    pub(super) known_in_counters: [Mutex<()>; KNOWN_LOCKS],
 }
 
 impl Table {
@@ -237,7 +240,7 @@ impl<const W: usize> Table<W> {
             watermarks: memory.numbers(at, 1)?,
             overflow_charges_total: AtomicU64::new(0),
             overflow_refused_total: AtomicU64::new(0),
-            known_in_counters: Mutex::new(()),
+            known_in_counters: std::array::from_fn(|_| Mutex::new(())),
         })
     }
 

@@ -1,5 +1,6 @@
 //! Rules whose counters several gateways share: decisions with leased tokens, on top of known usage, and during an outage.
 
+use transom_limiter::bucket::Key;
 use transom_limiter::charge_plan::LayerRef;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
@@ -274,6 +275,27 @@ fn a_local_counter_below_the_known_usage_begins_again() {
         know(&gateway, known);
         assert_eq!(decide(&mut gateway, 1, true), Some(admitted), "{known} are known to be used");
     }
+}
+
+/// The table has no slot for the word that says how much of the counter is known usage.
+#[test]
+fn known_usage_counts_once_in_a_full_table() {
+    let layer = Limit { capacity: Some(30), ..plain(20, END_MS) };
+    let rules = [Rule { layers: vec![layer], ..leased(20) }];
+    let mut gateway = Gateway::new(&rules, Table::with_buckets(1, 1).expect("there is memory"));
+    assert_eq!(decide(&mut gateway, 3, true), Some(Admitted));
+    refund(&gateway);
+    know(&gateway, 5);
+    let counter = counter(&gateway, 0);
+    let fills = |tag| {
+        let other = Counter { key: Key { tag, ..counter.key }, ..counter };
+        gateway.table.deposit(other, END_MS, 1, NOW_MS) == DepositResult::Stored
+    };
+    assert_eq!((1..).take_while(|tag| fills(*tag)).count(), 6, "two of eight are in use");
+    assert_eq!(decide(&mut gateway, 1, true), Some(Admitted));
+    let (only, keyed_request, clock) = (gateway.layer(0, 0).id, gateway.keyed_request(0, 0, 1), || NOW_MS);
+    let now = DecisionTime::read(&clock);
+    assert_eq!(gateway.rule_set().reset_local(only, keyed_request, &gateway.table, now, |_| ()), 1);
 }
 
 #[test]
