@@ -40,21 +40,21 @@ impl Rejection {
 /// How the response to one request is sent.
 pub struct ResponseFormat {
     errors: ErrorFormat,
-    /// The response is written into an HTTP/1.1 head, with a body.
-    is_written: bool,
+    /// Over HTTP/1, to a request other than HEAD.
+    is_http1_with_body: bool,
     /// By the route; `None` before it is known.
     pub changes: Option<Box<ResponseChanges>>,
 }
 
 impl ResponseFormat {
     pub fn of(parts: &Parts) -> ResponseFormat {
-        let is_written = parts.version != Version::HTTP_2 && parts.method != Method::HEAD;
-        ResponseFormat { errors: ErrorFormat::of(parts), is_written, changes: None }
+        let is_http1_with_body = parts.version != Version::HTTP_2 && parts.method != Method::HEAD;
+        ResponseFormat { errors: ErrorFormat::of(parts), is_http1_with_body, changes: None }
     }
 
     /// Whether a refusal needs no map of its fields: they are sent as they are.
     pub fn takes_written(&self) -> bool {
-        self.is_written && self.changes.is_none()
+        self.is_http1_with_body && self.changes.is_none()
     }
 
     /// Identifies the request in a response of the upstream or the route, and makes the changes of the route.

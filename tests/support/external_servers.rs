@@ -109,7 +109,7 @@ pub fn program(name: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("`{name}` is missing; `make parts` installs it"))
 }
 
-/// Chromium without a user interface, which takes half the CPU time of the one with.
+/// Chromium without a user interface. It takes half the CPU time of `chromium`.
 pub const CHROMIUM: &str = "chromium-headless-shell";
 
 /// The path of a program from PyPI, which tests/external/PART.txt lists.

@@ -64,8 +64,8 @@ impl ReceivedRequest {
     }
 }
 
-/// Listens at an address. Another test may start a process at the time when a listener of that address is closed: the process has a
-/// copy of the listener until it runs its program.
+/// Listens at an address, once it is free: a process that another test is starting has a copy of a listener that was closed, until
+/// it runs its program.
 pub fn bind(address: SocketAddr) -> TcpListener {
     let mut listener = None;
     eventually("the address is free", || {

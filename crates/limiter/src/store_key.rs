@@ -96,17 +96,17 @@ impl StoreWindow {
         Segments { period_ms: self.length_ms() }
     }
 
-    /// How many of `tokens`, which the store counted in the window or segment `number`, it may take back in this window, or the next
-    /// one: see `refund.lua`. `limit`: tokens granted per window.
+    /// By how many tokens a refund may lower the usage of this window or the next one, as `refund.lua` does. The store has counted
+    /// `tokens` in the window or segment `number`. `limit`: tokens granted per window.
     pub fn refundable(self, number: u64, limit: u32, tokens: u64, now_ms: u64) -> u64 {
-        let expired = match self.kind {
+        let not_refundable = match self.kind {
             WindowKind::Plain | WindowKind::Leased if number >= self.number => 0,
             WindowKind::Sliding if self.segments().expires_ms(number) > now_ms => 0,
             WindowKind::Floating if number.saturating_add(self.length_ms()) > now_ms => 0,
             WindowKind::Accumulating => self.number.saturating_sub(number).saturating_mul(limit.into()),
             WindowKind::Plain | WindowKind::Leased | WindowKind::Sliding | WindowKind::Floating => tokens,
         };
-        tokens.saturating_sub(expired)
+        tokens.saturating_sub(not_refundable)
     }
 
     /// The end of leases on tokens of a window, as [`StoreWindow::reported`] returns it. Tokens of a sliding window are spent

@@ -31,15 +31,9 @@ struct Location<'d> {
     patterns: Vec<String>,
     kind: Kind,
     /// The regular expression, if the patterns match more paths than it.
-    wider_than: Option<Regex<'d>>,
+    wider_than: Option<&'d str>,
     /// What is noted at its first route.
     section: Section,
-}
-
-#[derive(Clone, Copy)]
-struct Regex<'d> {
-    text: &'d str,
-    ignores_case: bool,
 }
 
 /// In the order in which nginx takes them. Of prefixes, it first takes the longest one, of both kinds.
@@ -189,17 +183,18 @@ impl<'d> Importer<'d> {
                 "=" => (Kind::Exact, vec![literal(path)]),
                 "^~" => (Kind::Preferred, self.prefix(&mut section, block, path)),
                 "~" | "~*" => {
+                    let (exact, ignores_case) = (of_regex(path), modifier == "~*");
                     let is_leaf = block.children().iter().all(|child| child.name != "location");
-                    let wider = || of_regex(&with_any_characters(path).filter(|_| is_leaf)?);
-                    let (exact, regex) = (of_regex(path), Regex { text: path, ignores_case: modifier == "~*" });
-                    wider_than = exact.is_none().then_some(regex);
-                    let Some((mut patterns, further)) = exact.or_else(wider) else {
-                        self.leave_out_regex(hosts, block, regex);
+                    let may_be_wider = is_leaf && !ignores_case;
+                    let wider = || of_regex(&with_any_characters(path)?).filter(|(_, further)| further.is_empty());
+                    wider_than = exact.is_none().then_some(path);
+                    let Some((mut patterns, further)) = exact.or_else(|| wider().filter(|_| may_be_wider)) else {
+                        self.leave_out_regex(hosts, block, path, ignores_case);
                         continue;
                     };
                     let restricts = restricts(block);
                     let has_letters = path.bytes().any(|byte| byte.is_ascii_alphabetic());
-                    if regex.ignores_case && has_letters {
+                    if ignores_case && has_letters {
                         let why = "the route does not match other capital letters";
                         let effect = if restricts { Effect::NotEnforced } else { Effect::Differs };
                         let text = format!("`{}`: {why}", block.text());
@@ -221,47 +216,44 @@ impl<'d> Importer<'d> {
         }
     }
 
-    fn leave_out_regex(&mut self, hosts: &[String], block: &Directive, regex: Regex<'_>) {
+    fn leave_out_regex(&mut self, hosts: &[String], block: &Directive, regex: &str, ignores_case: bool) {
         block.mark(Fate::LeftOut);
         let mut section = Section::default();
         if restricts(block) {
             section.set("rules", vec![block.text()]);
         }
-        let (path, ignores_case) = (widened(regex.text), regex.ignores_case);
-        let route = Route { hosts: hosts.to_vec(), path, section, ignores_case, ..Route::default() };
+        let (hosts, path) = (hosts.to_vec(), widened(regex));
+        let route = Route { hosts, path, section, ignores_case, ..Route::default() };
         let text = format!("`{}`: routes cannot express this regular expression", block.text());
         self.gateway.drop_route(vec![route], &block.position, text);
     }
 
     /// Leaves out locations whose patterns match more paths than their expressions, unless nginx forwards these paths too, by the
-    /// location `/`, and no location of the server has limits or access rules.
+    /// location `/` alone, and no location of the server has limits or access rules.
     fn leave_out_wider(&mut self, server: &Server, hosts: &[String], locations: &mut Vec<Location<'d>>) {
         let forwards = |location: &Location| location.block.children().iter().any(|child| child.name == "proxy_pass");
         let is_root = |location: &Location| location.kind == Kind::Prefix && location.path() == "/";
         let is_simple =
             !any_restricts(server.block.children()) && locations.iter().any(|one| is_root(one) && forwards(one));
-        let is_kept = |location: &Location| {
-            let has_common = |other: &Location| {
-                let pairs = location.patterns.iter().flat_map(|one| other.patterns.iter().map(move |two| (one, two)));
-                { pairs }.any(|(one, two)| common(one, two) != Common::Nothing)
-            };
-            let is_other = |other: &&Location| !std::ptr::eq(*other, location) && !is_root(other);
-            is_simple && forwards(location) && !locations.iter().filter(is_other).any(has_common)
+        let has_common = |one: &Location, other: &Location| {
+            let mut patterns = one.patterns.iter();
+            patterns.any(|one| other.patterns.iter().any(|other| common(one, other) != Common::Nothing))
         };
-        let is_kept: Vec<bool> = locations.iter().map(is_kept).collect();
-        let mut is_kept = is_kept.into_iter();
-        locations.retain_mut(|location| {
-            let is_kept = is_kept.next() == Some(true);
-            let (Some(regex), block) = (location.wider_than, location.block) else { return true };
-            if is_kept {
-                let why = "the route also matches other characters in place of `[…]`, `\\d` or `\\w`";
-                let text = format!("`{}`: {why}", block.text());
-                location.section.comment(self.gateway.placed_note(Effect::Differs, &block.position, text));
-            } else {
-                self.leave_out_regex(hosts, block, regex);
-            }
-            is_kept
-        });
+        let is_kept = |location: &Location| {
+            let mut others = locations.iter().filter(|other| !std::ptr::eq(*other, location) && !is_root(other));
+            is_simple && forwards(location) && !others.any(|other| has_common(location, other))
+        };
+        let wider = locations.iter().filter_map(|location| Some((location, location.wider_than?)));
+        let left_out: Vec<(&Directive, &str)> =
+            wider.filter(|(location, _)| !is_kept(location)).map(|(location, regex)| (location.block, regex)).collect();
+        locations.retain(|location| !left_out.iter().any(|(block, _)| std::ptr::eq(*block, location.block)));
+        left_out.into_iter().for_each(|(block, regex)| self.leave_out_regex(hosts, block, regex, false));
+        for location in locations.iter_mut().filter(|location| location.wider_than.is_some()) {
+            let why = "the route also matches other characters in place of `[…]`, `\\d` or `\\w`";
+            let text = format!("`{}`: {why}", location.block.text());
+            let comment = self.gateway.placed_note(Effect::Differs, &location.block.position, text);
+            location.section.comment(comment);
+        }
     }
 
     /// Where limits depend on it, also the paths that begin so within a segment.

@@ -178,7 +178,7 @@ impl Network {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The thread has no network any more.
+    /// Removes the network of this thread.
     pub fn uninstall() {
         CURRENT.take();
     }
