@@ -264,7 +264,9 @@ fn tokens_and_opaque_keys_come_in_one_field() {
     let section = format!("{}{SECTION}subject = \"jwt:sub\"\n", issuer.keys(&scratch));
     let toml = config(REFUSE).replace(SECTION, &section).replace("\"header:x-api-key\"", "\"bearer\"");
     let toml = toml
-        + "[rules.n]\nkey = \"ip\"\nwindows = [\"500/366d\"]\nplans.gold.windows = [\"600/366d\"]\n\
+        + "[rules.t]\nkey = \"jwt:sub\"\non_missing_key = \"skip\"\nwindows = [\"7/366d\"]\n\
+           [[routes]]\npath = \"/by-token\"\nupstream = \"u\"\nrules = [\"c\", \"t\"]\n\
+           [rules.n]\nkey = \"ip\"\nwindows = [\"500/366d\"]\nplans.gold.windows = [\"600/366d\"]\n\
            [[routes]]\npath = \"/by-address\"\nupstream = \"u\"\nrules = [\"n\"]\n";
     let token = issuer.token("HS256", &json!({"sub": "carol"}));
     // An opaque key may look like a token, and a token may be registered as a key.
@@ -284,6 +286,10 @@ fn tokens_and_opaque_keys_come_in_one_field() {
     // To a rule by address, an opaque key that no client has is no malformed token.
     let by_address = |key: &str| gateway.get_with("/by-address", &[("Authorization", &format!("Bearer {key}"))]);
     assert_eq!(["a1", "guess", "x.y.z"].map(|key| remaining(&by_address(key).expect(200), "n")), [599, 498, 497]);
+    // To a rule by a claim, an API key is no token.
+    let by_token = |token: &str| gateway.get_with("/by-token", &[("Authorization", &format!("Bearer {token}"))]);
+    assert_eq!(remaining(&by_token("a1").expect(200), "c"), 95);
+    assert_eq!(remaining(&by_token(&of(json!({"sub": "alice"}))).expect(200), "t"), 6);
     let expired = of(json!({"sub": "alice", "exp": 1}));
     assert_eq!(detail(&expired), "the token has expired");
     let forged = Issuer::new().token("HS256", &json!({"sub": "alice"}));

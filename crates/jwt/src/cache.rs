@@ -34,6 +34,8 @@ pub struct TokenCache {
     generations: RefCell<Generations>,
     /// The last rejected token, the time of its rejection (Unix milliseconds), and the reason.
     last_rejected: Cell<Option<(TokenHash, u64, TokenError)>>,
+    /// Whether API keys come in the field of tokens: what is not a token is a key then.
+    pub has_api_keys_beside: bool,
 }
 
 /// When the younger generation is full, it replaces the older one. A token that is used again moves to the younger
@@ -64,6 +66,7 @@ impl TokenCache {
             hasher,
             generations: RefCell::default(),
             last_rejected: Cell::default(),
+            has_api_keys_beside: false,
         }
     }
 

@@ -671,11 +671,6 @@ impl ClientPlans {
         }))
     }
 
-    /// Whether API keys come in the field of tokens.
-    fn reads_bearer_keys(&self) -> bool {
-        self.api_keys.iter().any(|source| matches!(source.source, KeySource::Bearer))
-    }
-
     /// Whether the subject is a claim.
     fn reads_tokens(&self) -> bool {
         self.subject.as_ref().is_some_and(|source| matches!(source.source, KeySource::Jwt(_)))
@@ -855,11 +850,7 @@ impl<'a> ClientLookup<'a> {
     ) -> Result<Named<'a>, LookupError<'a>> {
         let mut named = self.by_api_key(plans, request)?;
         if named.client().is_none() {
-            named = match self.by_subject(plans, request) {
-                // An opaque key in the field of tokens, which no client has.
-                Err((_, KeyError::Token(TokenError::Malformed))) if plans.reads_bearer_keys() => Named::Absent,
-                found => found?,
-            };
+            named = self.by_subject(plans, request)?;
         }
         Ok(match named {
             Named::Client(_) | Named::OfPlan(_) => named,

@@ -240,8 +240,12 @@ impl CompiledConfig {
 impl CompiledConfig {
     /// A token verifier with an empty cache; one per worker. Without configured keys every token is invalid.
     pub fn token_checker(&self) -> TokenCache {
-        TokenCache::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hasher.clone())
-            .with_published(self.published_keys.clone())
+        let verifier = self.config.jwt.clone().unwrap_or_default();
+        let mut tokens = TokenCache::new(verifier, self.claims.clone(), self.token_hasher.clone())
+            .with_published(self.published_keys.clone());
+        let mut api_keys = self.config.clients.iter().flat_map(|clients| &clients.api_key);
+        tokens.has_api_keys_beside = api_keys.any(|part| BEARER.has(part));
+        tokens
     }
 
     /// What the same configuration has when it is compiled again.

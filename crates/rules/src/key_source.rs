@@ -211,8 +211,11 @@ impl KeySource {
             KeySource::Jwt(claim) => {
                 let token = bearer_of(request)?;
                 let take = |value: &str| take(kind::JWT, value.as_bytes());
-                if !request.tokens.with_claim(token, claim, request.wall_ms, take).map_err(KeyError::Token)? {
-                    return Err(KeyError::Missing);
+                match request.tokens.with_claim(token, claim, request.wall_ms, take) {
+                    Ok(true) => {}
+                    Ok(false) => return Err(KeyError::Missing),
+                    Err(TokenError::Malformed) if request.tokens.has_api_keys_beside => return Err(KeyError::Missing),
+                    Err(error) => return Err(KeyError::Token(error)),
                 }
             }
         }
