@@ -99,8 +99,9 @@ pub struct DecisionOutcome {
     pub retry_at_ms: Option<u64>,
     /// In the order of the query and of the configuration. Rules that exempt the key have none.
     pub windows: Vec<WindowState>,
-    /// Whether the usage was read in the store; only after [`Operation::Value`].
-    pub is_from_store: bool,
+    /// Whether the usage of a shared rule is that of this gateway alone, because the store cannot be asked; only after
+    /// [`Operation::Value`].
+    pub lacks_store: bool,
     /// Whether all rules exempt the key.
     pub is_exempt: bool,
     /// Whether a rule refuses its key, because the key names no client. Nothing makes the query succeed then.
@@ -430,7 +431,7 @@ impl DecisionService {
             now_ms,
             retry_at_ms,
             windows: WindowState::of(verdicts),
-            is_from_store: false,
+            lacks_store: false,
             is_exempt,
             has_unknown_key: false,
             denied_by: None,
@@ -451,7 +452,7 @@ impl DecisionService {
             now_ms,
             retry_at_ms: Some(now_ms),
             windows: Vec::new(),
-            is_from_store: false,
+            lacks_store: false,
             is_exempt: rules.iter().all(|rule| rule.keyed_request.is_none()),
             has_unknown_key: false,
             denied_by: None,
@@ -473,7 +474,8 @@ impl DecisionService {
             let KeyState { mut context, admits, is_from_store, .. } =
                 state.map_err(|Unavailable| ApiError::StoreUnavailable)?;
             outcome.allowed &= admits;
-            outcome.is_from_store = is_from_store;
+            let is_shared = counters.shared.is_some() && self.rule_set.rules[rule.rule].rule.sharing != Sharing::Local;
+            outcome.lacks_store |= is_shared && !is_from_store && query.operation == Operation::Value;
             outcome.now_ms = outcome.now_ms.max(counters.clock.now().unix_ms);
             let retry_at_ms = match query.operation {
                 Operation::Reset => Some(outcome.now_ms),

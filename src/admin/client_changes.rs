@@ -64,7 +64,7 @@ pub async fn patch(call: Call) -> Result<Response<AdminBody>, ApiError> {
 /// `DELETE /v1/clients/{name}`.
 pub async fn delete(call: Call) -> Result<Response<AdminBody>, ApiError> {
     let name = call.path_value("name").to_owned();
-    if let Some(place) = place_of_name(&call.decision_api()?.served.config, &name) {
+    if let Some(place) = place_of_name(&call.decision_api()?.served.config, &name, call.state.clock.wall_ms()) {
         return Err(ApiError::Conflict(format!("{place} names the client: remove it there first")));
     }
     let edit: Edit = Box::new(move |known| match known {
@@ -76,12 +76,15 @@ pub async fn delete(call: Call) -> Result<Response<AdminBody>, ApiError> {
 }
 
 /// What names a client in configuration files, which must not name a client that does not exist.
-fn place_of_name(config: &Config, name: &str) -> Option<String> {
+fn place_of_name(config: &Config, name: &str, now_ms: u64) -> Option<String> {
     let mut entries = config.access.iter().flat_map(|access| access.deny.iter());
     let is_named = |entry: &&DenyEntry| matches!(&entry.target, DenyTarget::Client(client) if client == name);
     let is_let_in = |allowed: &Allowed| matches!(allowed, Allowed::Client(client) if client.text == name);
     let mut routes = config.routes.iter();
     match entries.find(is_named) {
+        Some(entry) if entry.has_ended(now_ms) => {
+            Some(format!("deny entry {}, which has ended (`transom deny remove --ended`),", entry.id))
+        }
         Some(entry) => Some(format!("deny entry {}", entry.id)),
         None => routes
             .find(|route| route.allow.iter().any(is_let_in))

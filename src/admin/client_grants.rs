@@ -167,7 +167,7 @@ async fn window_end_ms(call: &Call, rule: &GatewayRule, window: &str) -> Result<
     let rules = vec![RuleQuery { rule: rule.name.clone(), key, cost: None }];
     let query = DecisionQuery { operation: Operation::Value, rules, reserve: false };
     let outcome = decisions::run(&call.state, &*call.decision_api()?, &query).await?;
-    if rule.sharing != Sharing::Local && !outcome.is_from_store && call.state.counter_access.shared.is_some() {
+    if outcome.lacks_store {
         return Err(ApiError::StoreUnavailable);
     }
     let found = outcome.windows.iter().find(|state| state.name == window);

@@ -167,6 +167,9 @@ async fn usage(
     });
     let mut fields = Map::new();
     fields.insert("windows".to_owned(), windows.collect());
+    if outcome.lacks_store {
+        fields.insert("store".to_owned(), json!("unreachable"));
+    }
     if outcome.is_exempt {
         fields.insert("exempt".to_owned(), json!(true));
     }

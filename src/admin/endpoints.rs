@@ -146,6 +146,7 @@ pub struct Endpoint {
 pub type Handler = fn(Call) -> Pin<Box<dyn Future<Output = Result<Response<AdminBody>, ApiError>>>>;
 
 const UNKNOWN_NAME: (u16, &str) = (404, "No rule, client or key has this name.");
+const STARTING: (u16, &str) = (503, "The gateway is starting.");
 const NO_STORE: (u16, &str) = (503, "The shared store cannot be reached.");
 
 const NO_ACCESS: (u16, &str) = (404, "The configuration has no `[access]`.");
@@ -320,7 +321,7 @@ pub static ENDPOINTS: &[Endpoint] = &[
         summary: "The busiest keys of each rule.",
         parameters: TOP_PARAMETERS,
         response: &[Content::Json(&Schema::Object(&TOP_LISTS))],
-        other_statuses: &[(404, "No rule has this name, or keys are not counted.")],
+        other_statuses: &[(404, "No rule has this name, or keys are not counted."), STARTING],
         handle: |call| Box::pin(top_query::busiest_keys(call)),
         ..READ
     },
@@ -350,6 +351,7 @@ pub static ENDPOINTS: &[Endpoint] = &[
         summary: "The clients, sorted by name, a page at a time.",
         parameters: CLIENTS_PARAMETERS,
         response: &[Content::Json(&Schema::Object(&CLIENTS))],
+        other_statuses: &[STARTING],
         handle: |call| complete(clients::list(&call)),
         ..READ
     },
@@ -357,7 +359,7 @@ pub static ENDPOINTS: &[Endpoint] = &[
         path: "/v1/clients/{name}",
         summary: "A client, and how much of its limits it has used.",
         response: &[Content::Json(&Schema::Object(&CLIENT_WITH_USAGE))],
-        other_statuses: &[UNKNOWN_NAME],
+        other_statuses: &[UNKNOWN_NAME, STARTING],
         handle: |call| Box::pin(clients::show(call)),
         ..READ
     },

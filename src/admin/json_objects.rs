@@ -71,7 +71,7 @@ object! {
         required("allowed", Boolean), COUNT[0], COUNT[1], COUNT[2], COUNT[3],
         required("retry_after", MAYBE_INTEGER), required("retry_after_ms", MAYBE_INTEGER),
         optional("exempt", Boolean), optional("unknown_key", Boolean), optional("denied_by", Text),
-        required("windows", WINDOWS), optional("concurrent", CONCURRENT),
+        required("windows", WINDOWS), optional("concurrent", CONCURRENT), optional("store", Words(&["unreachable"])),
     }
 }
 

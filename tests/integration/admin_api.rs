@@ -69,8 +69,25 @@ fn a_role_includes_the_ones_before() {
             assert_eq!(response.field("www-authenticate"), Some("Bearer"), "{target}");
         }
     }
-    for (role, status) in [("read", 403), ("operate", 400)] {
-        send(&gateway, "POST", "/v1/clients/acme/grants", &token(role), "{}").expect(status).problem();
+    // Changes, of what is not configured here.
+    for (method, target, body, needed) in [
+        ("POST", "/v1/clients/acme/grants", "{}", "operate"),
+        ("POST", "/v1/deny", "{}", "operate"),
+        ("DELETE", "/v1/deny/0123456789ab", "", "operate"),
+        ("PUT", "/v1/clients/acme", "{}", "clients"),
+        ("PATCH", "/v1/clients/acme", "{}", "clients"),
+        ("DELETE", "/v1/clients/acme", "", "clients"),
+        ("POST", "/v1/clients/acme/keys", "", "clients"),
+        ("DELETE", "/v1/clients/acme/keys/sha256:00", "", "clients"),
+        ("PUT", "/v1/clients/acme/limits/r", "{}", "clients"),
+        ("DELETE", "/v1/clients/acme/limits/r", "", "clients"),
+    ] {
+        for role in roles {
+            let response = send(&gateway, method, target, &token(role), body);
+            let is_forbidden = response.status == 403;
+            assert_eq!(is_forbidden, rank(role) < rank(needed), "{method} {target} by {role}: {}", response.text());
+        }
+        send(&gateway, method, target, "", body).expect(401);
     }
     // The pages stay open.
     for target in ["/", "/metrics", "/healthz", "/readyz", "/upstreams"] {

@@ -791,6 +791,16 @@ fn tokens_that_are_granted_in_the_page_can_be_used() {
     browser.click("#action-close");
     browser.wait("#clients .clients", "2 of 5");
     assert_eq!(statuses(4), [200, 200, 200, 429]);
+    // Also beside the key that names the client.
+    browser.click("#views a[href='#overview']");
+    browser.run(json!({ "do": "fill", "of": "#lookup-parts input", "value": "acme" }));
+    browser.click("#lookup-button");
+    browser.wait("#lookup-result", "5 of 5");
+    browser.click("#grant-button");
+    browser.run(json!({ "do": "fill", "of": "#action-fields input", "value": "2" }));
+    browser.click("#action-do");
+    browser.wait("#action-error", "Granted 2 in per-client.");
+    assert_eq!(statuses(3), [200, 200, 429]);
     assert_eq!(browser.problems_but(&[]), Vec::<String>::new());
 }
 

@@ -208,6 +208,7 @@ fn the_guide_to_selling_an_api_is_a_story_that_works() {
     let audit = next(folder);
     assert_eq!(audit.lines().count(), 11, "{audit}");
     assert!(audit.lines().last().is_some_and(|line| line.contains("\"on-call\",\"deny\"")), "{audit}");
+    assert_eq!(blocks.next(), None, "a block that was not run");
 }
 
 #[test]

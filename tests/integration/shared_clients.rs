@@ -264,6 +264,11 @@ fn the_api_of_any_gateway_changes_clients() {
     put(&a, json!({ "plan": "basic" })).expect(503);
     let shown = refusing.admin_get("/v1/clients/acme").expect(200).json();
     assert_eq!((&shown["plan"], &shown["rules"][0]["store"]), (&json!("pro"), &json!("unreachable")));
+    // Where the gateway counts alone meanwhile, its usage is shown as such.
+    let rule = &a.admin_get("/v1/clients/acme").expect(200).json()["rules"][0];
+    assert_eq!((&rule["store"], rule["windows"].is_array()), (&json!("unreachable"), true), "{rule}");
+    let query = json!({ "rule": rule["rule"], "client": "acme" });
+    assert_eq!(call(&a, "POST", "/v1/value", &[], query).expect(200).json()["store"], "unreachable");
     call(&b, "DELETE", "/v1/clients/acme", &[], Value::Null).expect(503);
     redis.restart();
     eventually("a client can be removed", || call(&b, "DELETE", "/v1/clients/acme", &[], Value::Null).status != 503);

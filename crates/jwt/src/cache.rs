@@ -75,6 +75,11 @@ impl TokenCache {
         TokenCache { published, ..self }
     }
 
+    /// Whether there are keys, or will be: no token is valid otherwise.
+    pub fn has_keys(&self) -> bool {
+        self.configured_keys > 0 || self.published.is_some()
+    }
+
     /// Verifies a token at the time `now_ms` (Unix milliseconds of the wall clock), and passes the value of a claim to `take`.
     /// Returns `false` if the token does not have the claim.
     pub fn with_claim(

@@ -651,6 +651,7 @@ async function readOffers() {
 const offers = (method, path) => mayChange() && Boolean(state.offers[path] && state.offers[path][method]);
 // Without [access] there is no list to add an entry to.
 const canBlock = () => offers("post", "/v1/deny") && state.config.access;
+const canGrant = () => offers("post", "/v1/clients/{name}/grants");
 
 // --- Block and grant --------------------------------------------------------------------------------------------------
 const TIMES = [["15 minutes", 15], ["1 hour", 60], ["8 hours", 480], ["1 day", 1440], ["1 week", 10080]];
@@ -728,12 +729,12 @@ function clearLookup() {
   set($("lookup-error"), { text: "" });
   $("lookup-result").replaceChildren();
   $("reset-button").hidden = true;
-  $("block-button").hidden = true;
+  $("block-button").hidden = $("grant-button").hidden = true;
   disarm();
 }
 function showLookup(query, value, label) {
   const box = $("lookup-result"), rows = [...value.windows.map(window => ({ ...window, until: `resets in ${span(window.ttl * 1e3)}` })), ...(value.concurrent || []).map(slots => ({ ...slots, until: "in flight" }))];
-  const notes = [value.exempt ? "No rule counts this key: it is exempt." : "", value.unknown_key ? "The key names no client." : "", value.exempt || value.unknown_key ? "" : value.allowed ? "The next request is admitted." : `The next request is refused${value.retry_after ? `, for ${span(value.retry_after * 1e3)}` : ""}.`].filter(text => text);
+  const notes = [value.exempt ? "No rule counts this key: it is exempt." : "", value.unknown_key ? "The key names no client." : "", value.store ? "The store cannot be reached: these are counts of this gateway." : "", value.exempt || value.unknown_key ? "" : value.allowed ? "The next request is admitted." : `The next request is refused${value.retry_after ? `, for ${span(value.retry_after * 1e3)}` : ""}.`].filter(text => text);
   list(box, [{ title: true }, ...rows], row => row.title ? "" : row.name, row => row.title ? el("p", {}, el("strong", { class: "key" }), el("span", { class: "mark" }), el("small")) : el("div", {}, el("div", { class: "pair" }, el("strong"), el("span")), el("span", { class: "meter" }, el("i")), el("small")), (node, row) => {
     if (row.title) {
       set(node.children[0], { text: label ? `${label}: ` : "" });
@@ -750,6 +751,7 @@ function showLookup(query, value, label) {
   $("reset-button").hidden = false;
   const entry = denyEntry(query.rule, [].concat(query.key || []), value.client || (state.lookupClient === label ? label : null));
   $("block-button").hidden = !(entry && canBlock());
+  $("grant-button").hidden = !(entry && entry.client && !value.store && canGrant());
   state.lookup = { query, label, entry };
 }
 // `listed`: a key of the lists whose values are not known here, because they are secret.
@@ -783,6 +785,10 @@ $("lookup-form").addEventListener("submit", event => {
   lookUp($("lookup-rule").value, [...$("lookup-parts").querySelectorAll("input")].map(input => input.value));
 });
 $("block-button").addEventListener("click", () => block(state.lookup.label, state.lookup.entry));
+$("grant-button").addEventListener("click", async () => {
+  const name = state.lookup.entry.client;
+  try { grant({ name, usage: await call("GET", `/v1/clients/${encodeURIComponent(name)}`) }); } catch (error) { showError($("lookup-error"), error); }
+});
 const disarm = () => { const button = $("reset-button"); delete button.dataset.armed; set(button, { text: "Reset this key" }); };
 $("reset-button").addEventListener("click", async () => {
   const button = $("reset-button"), lookup = state.lookup;
@@ -847,9 +853,9 @@ async function readUsage() {
 }
 function drawUsage(box, client) {
   const windows = !client.usage ? [] : client.usage.rules.flatMap(rule => [
-    ...(rule.windows || []).map(window => ({ id: `${rule.rule} ${window.name}`, name: window.name, ...window, until: `resets in ${span(window.ttl * 1e3)}` })),
+    ...(rule.windows || []).map(window => ({ id: `${rule.rule} ${window.name}`, name: window.name, ...window, until: `resets in ${span(window.ttl * 1e3)}${rule.store ? ", at this gateway: the store cannot be reached" : ""}` })),
     ...(rule.concurrent || []).map(slots => ({ id: `${rule.rule} slots ${slots.name}`, ...slots, until: "in flight" })),
-    ...(rule.store ? [{ id: rule.rule, name: rule.rule, until: "the store cannot be reached" }] : rule.exempt ? [{ id: rule.rule, name: rule.rule, until: "exempt" }] : !rule.windows && !rule.concurrent ? [{ id: rule.rule, name: rule.rule, until: `a counter for each ${rule.key.filter(part => part !== "client").join(", ")}` }] : []),
+    ...(rule.store && !rule.windows ? [{ id: rule.rule, name: rule.rule, until: "the store cannot be reached" }] : rule.exempt ? [{ id: rule.rule, name: rule.rule, until: "exempt" }] : !rule.windows && !rule.concurrent ? [{ id: rule.rule, name: rule.rule, until: `a counter for each ${rule.key.filter(part => part !== "client").join(", ")}` }] : []),
   ]);
   list(box, windows, window => window.id, () => el("div", {}, el("div", { class: "pair" }, el("span"), el("span")), el("span", { class: "meter" }, el("i")), el("small")), (node, { name, count, limit, until }) => {
     const [pair, meter, more] = node.children, part = limit ? count / limit : 1;
@@ -870,19 +876,19 @@ function drawClients() {
     return el("li", {}, el("div", { class: "pair" }, el("span", { class: "key" }), el("small")), el("small", { class: "about" }), el("div", { class: "usage" }),
       el("div", { class: "controls" }, button("Grant…", grant), button("Block for…", ({ name }) => block(name, { client: name }))));
   }, (node, client) => {
-    const [pair, about, usage, controls] = node.children, refused = client.usage && client.usage.refused ? client.usage.refused.reduce((sum, { count }) => sum + count, 0) : 0;
+    const [pair, about, usage, controls] = node.children, refused = client.usage && client.usage.refused ? client.usage.refused.reduce((sum, { shadow, count }) => sum + (shadow ? 0 : count), 0) : 0;
     set(pair.firstChild, { text: client.name });
     set(pair.lastChild, { text: client.plan });
     set(about, { text: [client.keys.length ? plural(client.keys.length, "key") : "", client.subjects.length ? plural(client.subjects.length, "subject") : "", client.networks.join(", "), refused ? `${count(refused)} refused lately` : ""].filter(text => text).join(" · ") });
     drawUsage(usage, client);
-    const hasWindows = client.usage && client.usage.rules.some(rule => rule.windows && rule.windows.length);
-    controls.children[0].hidden = !(hasWindows && offers("post", "/v1/clients/{name}/grants"));
+    const hasWindows = client.usage && client.usage.rules.some(rule => !rule.store && rule.windows && rule.windows.length);
+    controls.children[0].hidden = !(hasWindows && canGrant());
     controls.children[1].hidden = !canBlock();
     controls.hidden = [...controls.children].every(child => child.hidden);
   });
   const none = state.config && !state.config.clients ? "No client is configured: there is no [clients]." : state.clients === null ? "Waiting for the clients." : state.clientTotal ? "Nothing matches the search." : "No client is configured.";
   set(section.querySelector(".none"), { text: none, hidden: found.length > 0 });
-  set(section.querySelector(".first"), { text: `These are the first ${grouped(found.length)} that match, of ${plural(state.clientTotal, "client")}. Search for others.`, hidden: !state.hasMoreClients });
+  set(section.querySelector(".first"), { text: `These are the first ${grouped(found.length)} by name that match, of ${plural(state.clientTotal, "client")}, in the chosen order. Search for others.`, hidden: !state.hasMoreClients });
   set(section.querySelector(".more"), { text: section.showsAll ? `Show ${CLIENTS} only` : `Show ${grouped(left)} more`, hidden: left <= 0 });
 }
 searchable($("clients"), () => { drawClients(); readUsage(); });

@@ -87,7 +87,12 @@ fn text(client: &Value) -> String {
         let key = list(&rule["key"]).iter().map(word).collect::<Vec<_>>().join(", ");
         let note = match (rule["exempt"] == true, &rule["windows"]) {
             (true, _) => ": exempt",
-            _ if rule["store"] == "unreachable" => ": the store cannot be reached, the usage is not known",
+            (false, Value::Null) if rule["store"] == "unreachable" => {
+                ": the store cannot be reached, the usage is not known"
+            }
+            (false, _) if rule["store"] == "unreachable" => {
+                ": the store cannot be reached, the usage is that of this gateway"
+            }
             (false, Value::Null) => ": a counter for each value of the other parts",
             (false, _) => "",
         };
