@@ -13,6 +13,7 @@ use crate::support::client::{Client, request};
 use crate::support::external_scripts::ScriptServer;
 use crate::support::gateway::Gateway;
 use crate::support::http2_client::Http2Client;
+use crate::support::process::Process;
 use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::{Connection, ReceivedRequest, Upstream, reply};
 use crate::support::{TempDir, eventually_eq};
@@ -26,6 +27,9 @@ const STREAM: &str = "event: message_start\ndata: {\"message\":{\"usage\":{\"inp
 /// 26 tokens of input and 4 of output, as Ollama states them.
 const NDJSON: &str =
     "{\"message\":{\"content\":\"a\"},\"done\":false}\n{\"done\":true,\"prompt_eval_count\":26,\"eval_count\":4}\n";
+/// 30 tokens of input and 12 of output, at the end of a stream of Bedrock.
+const CONVERSE: &str =
+    r#"{"usage":{"inputTokens":30,"outputTokens":12,"totalTokens":42},"metrics":{"latencyMs":1275}}"#;
 const EVENTS: [(&str, &str); 2] = [("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")];
 
 fn chunks(body: &str) -> Vec<u8> {
@@ -45,6 +49,18 @@ fn gzip(body: &str) -> Vec<u8> {
     encoder.finish().unwrap()
 }
 
+/// A message of the event stream of AWS, with no headers.
+fn aws_message(payload: &str) -> Vec<u8> {
+    let checksum = |bytes: &[u8]| {
+        let mut checksum = flate2::Crc::new();
+        checksum.update(bytes);
+        checksum.sum().to_be_bytes()
+    };
+    let prelude = [(16 + payload.len() as u32).to_be_bytes(), [0; 4]].concat();
+    let message = [&prelude[..], &checksum(&prelude), payload.as_bytes()].concat();
+    [&message[..], &checksum(&message)].concat()
+}
+
 /// The answer to a path; with `true`, the connection breaks off behind it.
 fn answer(received: &ReceivedRequest) -> (Vec<u8>, bool) {
     let json = [("Content-Type", "application/json")];
@@ -62,6 +78,10 @@ fn answer(received: &ReceivedRequest) -> (Vec<u8>, bool) {
         }
         "/gzip-html" => whole(reply(200, &[("Content-Encoding", "gzip")], &gzip(&"<".repeat(401)))),
         "/ndjson" => whole(reply(200, &[("Content-Type", "application/x-ndjson")], NDJSON.as_bytes())),
+        "/converse-stream" => {
+            let body = [aws_message("{\"delta\":{\"text\":\"a\"}}"), aws_message(CONVERSE)].concat();
+            whole(reply(200, &[("Content-Type", "application/vnd.amazon.eventstream")], &body))
+        }
         "/none" => whole(reply(200, &json, b"{}")),
         "/html" => whole(reply(200, &[], &[b'<'; 401])),
         "/empty" => whole(head(204, &[])),
@@ -115,6 +135,7 @@ fn the_body_states_the_cost() {
         ("/gzip", 200, [25, 25, 52]),
         ("/stream", 200, [40, quarter(STREAM.len()), 85]),
         ("/ndjson", 200, [30, 30, 42]),
+        ("/converse-stream", 200, [42, quarter(22 + 32 + CONVERSE.len()), 78]),
         // At least what was charged in advance.
         ("/cut", 200, [30, quarter(150), 30]),
         ("/broken-coding", 200, [30, 30, 30]),
@@ -149,10 +170,10 @@ fn the_body_states_the_cost() {
     }
     let metrics = gateway.metrics();
     let usage = |kind| metrics.sum("transom_usage_total", &[("route", "all"), ("rule", "r0"), ("kind", kind)]);
-    assert_eq!(["input", "cached_input", "cache_write", "output", "reasoning"].map(usage), [134, 12, 0, 42, 9]);
-    // A response counts once, if any rule lacks its usage: here, the second one also does for the stream and the error.
+    assert_eq!(["input", "cached_input", "cache_write", "output", "reasoning"].map(usage), [164, 12, 0, 54, 9]);
+    // A response counts once, if any rule lacks its usage: here, the second one also does for the streams and the error.
     let missing = |reason| metrics.sum("transom_usage_missing_total", &[("route", "all"), ("reason", reason)]);
-    assert_eq!(["absent", "compressed", "too-large", "not-json", "aborted"].map(missing), [5, 2, 1, 2, 1]);
+    assert_eq!(["absent", "compressed", "too-large", "not-json", "aborted"].map(missing), [6, 2, 1, 2, 1]);
 }
 
 #[test]
@@ -307,10 +328,16 @@ fn the_request_or_experience_says_what_is_reserved() {
     ask(&gateway, "/none", "no JSON", [2 * 2 + 150, 70]);
     ask(&gateway, "/chat", "", [150, 70]);
     ask(&gateway, "/chat", "{\"max_tokens\":9999999999}", [1000, 70]);
+    // As often as the request asks for an answer.
+    ask(&gateway, "/chat", "{\"max_tokens\":10,\"n\":3}", [2 * 6 + 90, 70]);
+    ask(&gateway, "/chat", "{\"max_tokens\":10,\"prompt\":[\"a\",\"b\"]}", [2 * 9 + 60, 70]);
+    ask(&gateway, "/chat", "{\"n\":2,\"best_of\":3}", [2 * 5 + 900, 70]);
+    ask(&gateway, "/chat", "{\"generationConfig\":{\"candidateCount\":2}}", [2 * 11 + 300, 70]);
     let sources = |body: &str| explain(&gateway, body).map(|(_, sources)| sources);
     assert_eq!(sources("{\"max_tokens\":10.5}"), [json!(["json", "bytes"]), json!(["default"])]);
     assert_eq!(sources("{\"max_tokens\":null}"), [json!(["default", "bytes"]), json!(["default"])]);
     assert_eq!(sources(""), [json!(["default"]), json!(["default"])]);
+    assert_eq!(sources("{\"n\":2}"), [json!(["default", "bytes", "times"]), json!(["default"])]);
     assert_eq!(sources("{\"max_tokens\":9999}"), [json!(["json", "bytes", "max"]), json!(["default"])]);
     for _ in 0..20 {
         ask(&gateway, "/chat", "{\"max_tokens\":0,\"model\":\"m\"}", [2 * 7, 70]);
@@ -473,6 +500,23 @@ fn a_stream_that_states_no_usage_keeps_its_reserve() {
     gateway.client().request("POST", "/v1/chat/completions", &fields, body.as_bytes()).expect(200);
     eventually_eq(|| gateway.metrics().sum("transom_usage_missing_total", &[("reason", "absent")]), 1);
     assert_eq!(count(&gateway, "tokens", "a"), json!(20 + body.len().div_ceil(4)));
+}
+
+#[test]
+fn a_response_without_usage_is_logged_once_with_what_to_set() {
+    let upstream = upstream();
+    let process = Process::spawn(&config(&upstream, &["{ usage = \"auto\" }"]));
+    for path in ["/none", "/none", "/none", "/html"] {
+        process.get(path).expect(200);
+    }
+    let log = process.wait_for_stderr("reason=\"not-json\"");
+    let warnings: Vec<&str> = log.lines().filter(|line| line.contains("a response states no usage")).collect();
+    assert_eq!(warnings.len(), 2, "{log}");
+    for part in
+        ["WARN", "route=\"all\"", "upstream=\"u\"", "rule=\"r0\"", "reason=\"absent\"", "`set_include_usage = true`"]
+    {
+        assert!(warnings[0].contains(part), "{part}: {log}");
+    }
 }
 
 /// The fields of the access log that state what a request cost.

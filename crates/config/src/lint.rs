@@ -842,6 +842,11 @@ mod tests {
                 "windows = [\"5/minute\"]\non_limit = \"shadow\"",
                 "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute; a shadow rule refuses nothing",
             ),
+            (
+                "windows = [\"50/minute\"]\ncost = { usage = \"auto\", reserve = 20 }",
+                "r: 50/minute: at most 100 tokens in 2 seconds around the end of a minute; the costs of requests in flight \
+                 beyond their reserves come in addition, and the next windows grant that much less",
+            ),
         ] {
             assert_eq!(messages_of_rule(rule), [expected], "{rule}");
         }

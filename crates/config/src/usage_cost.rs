@@ -31,6 +31,8 @@ pub enum Reserve {
     OfRequest {
         /// Numbers of tokens of output, of which the greatest counts.
         output: Vec<JsonPointer>,
+        /// Numbers of answers, by all of which the output is multiplied.
+        times: Vec<JsonPointer>,
         /// Bytes of the body that count as a token of input.
         bytes_per_input: Option<u32>,
         /// Tokens of output if the body states none.
@@ -152,6 +154,9 @@ settings! {
         /// JSON Pointers to numbers in the request, also in texts: the tokens of output that it may use. The greatest counts.
         json: Vec<JsonPointer> =
             Words { shape: "JSON Pointer", example: "[\"/max_tokens\"]", or: "", read: read_pointer };
+        /// JSON Pointers to numbers in the request by which the output is multiplied: how many answers it asks for. A list there
+        /// stands for the number of its elements, and a list of numbers for 1. `[]`: none.
+        times: Vec<JsonPointer> = times();
         /// `"bytes/N"`: each N bytes of the request's body count as a token of input. Without it: 0.
         input: Option<u32> = Word { shape: "`\"bytes/N\"`", example: "\"bytes/4\"", read: read_bytes_per_input };
         /// Reserves the 95th percentile of what the requests of this rule that name the same model have cost lately, instead of
@@ -163,8 +168,33 @@ settings! {
     }
 }
 
+/// Where requests state how many answers they ask for: OpenAI, also with a list of prompts, and Gemini, whose servers know two spellings.
+const TIMES: [&str; 7] = [
+    "/n",
+    "/best_of",
+    "/prompt",
+    "/generationConfig/candidateCount",
+    "/generationConfig/candidate_count",
+    "/generation_config/candidateCount",
+    "/generation_config/candidate_count",
+];
+/// As TOML.
+const TIMES_TEXT: &str = r#"["/n", "/best_of", "/prompt", "/generationConfig/candidateCount", "/generationConfig/candidate_count", "/generation_config/candidateCount", "/generation_config/candidate_count"]"#;
+
+/// The setting `times`.
+fn times() -> Custom<Vec<JsonPointer>> {
+    let default = TIMES.iter().filter_map(|text| JsonPointer::parse(text).ok()).collect();
+    let shape = || Shape::one_or_list("JSON Pointer");
+    Custom { default, default_text: Some(TIMES_TEXT), shape, read: read_times }
+}
+
+fn read_times(item: &Item, report: &mut Report) -> Option<Vec<JsonPointer>> {
+    let pointers = item.strings("[\"/n\"]", report)?;
+    Some(pointers.iter().filter_map(|text| read_pointer(text, report)).collect())
+}
+
 fn check_reserve(reserve: &mut ReserveSettings, table: &Table, report: &mut Report) {
-    let sources = || ["json", "input"].into_iter().filter_map(|key| table.given(key));
+    let sources = || ["json", "times", "input"].into_iter().filter_map(|key| table.given(key));
     if reserve.learnt {
         for item in sources() {
             report.problem(item.key_span, format!("`{}` has no effect with `learnt`", item.key), "keep one of the two");
@@ -195,11 +225,11 @@ fn read_reserve(item: &Item, report: &mut Report) -> Option<Reserve> {
     }
     let table =
         item.table("`reserve`", "write a number, or `reserve = { json = \"/max_tokens\", default = 1000 }`", report)?;
-    let ReserveSettings { json, input, learnt, default } = ReserveSettings::read_all(table, report);
+    let ReserveSettings { json, times, input, learnt, default } = ReserveSettings::read_all(table, report);
     let default = default.unwrap_or(1);
     Some(match learnt {
         true => Reserve::Learnt { default },
-        false => Reserve::OfRequest { output: json, bytes_per_input: input, default },
+        false => Reserve::OfRequest { output: json, times, bytes_per_input: input, default },
     })
 }
 

@@ -378,7 +378,7 @@ fn body_pointers(rule: &GatewayRule) -> impl Iterator<Item = JsonPointer> {
     let keys = keys.filter_map(|name| JsonPointer::parse(name).ok());
     let reserve = rule.usage.as_ref().map(|usage| &usage.reserve).filter(|reserve| reserve.reads_bodies());
     let output = match reserve {
-        Some(Reserve::OfRequest { output, .. }) => output.clone(),
+        Some(Reserve::OfRequest { output, times, .. }) => output.iter().chain(times).cloned().collect(),
         _ => Vec::new(),
     };
     // A reserve depends on the weights of the model, or on its costs.

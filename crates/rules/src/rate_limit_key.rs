@@ -27,6 +27,7 @@ use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
+use transom_usage::decimal::Decimal;
 use transom_usage::learnt_cost::LearntCosts;
 use transom_usage::request_body::BodyValues;
 use transom_usage::usage::{RequestedModel, Usage};
@@ -86,7 +87,7 @@ impl BodyReserve {
     fn of_request(&self, body: Option<&BodyValues>, variant: VariantId, mut from: impl FnMut(&'static str)) -> u32 {
         let model = body.map_or(RequestedModel::Unknown, BodyValues::model);
         let reserve = match &self.usage.reserve {
-            Reserve::OfRequest { output, bytes_per_input, default } => {
+            Reserve::OfRequest { output, times, bytes_per_input, default } => {
                 let stated = body.and_then(|body| output.iter().filter_map(|pointer| body.number(pointer)).max());
                 from(if stated.is_some() { "json" } else { "default" });
                 let bytes = body.map_or(0, BodyValues::bytes);
@@ -94,7 +95,13 @@ impl BodyReserve {
                 if input > 0 {
                     from("bytes");
                 }
-                let usage = Usage::of((input as u64).into(), stated.unwrap_or(u64::from(*default).into()));
+                let answer = stated.unwrap_or(u64::from(*default).into());
+                let answers = times.iter().filter_map(|pointer| Some(body?.answers(pointer)));
+                let answers = answers.fold(Decimal::ONE, Decimal::saturating_mul);
+                if answers > Decimal::ONE {
+                    from("times");
+                }
+                let usage = Usage::of((input as u64).into(), answer.saturating_mul(answers));
                 self.usage.weights.cost(&usage, model)
             }
             Reserve::Learnt { default } | Reserve::Fixed(default) => {

@@ -37,6 +37,13 @@ impl Decimal {
         Decimal(self.0.saturating_add(other.0))
     }
 
+    /// Rounded up to the last digit; at most [`Decimal::MAX`].
+    #[must_use]
+    pub fn saturating_mul(self, other: Decimal) -> Decimal {
+        // A product that overflows exceeds 10^14: more tokens than a request has.
+        self.0.checked_mul(other.0).map_or(Decimal::MAX, |product| Decimal(product.div_ceil(ONE)))
+    }
+
     pub fn checked_sub(self, other: Decimal) -> Option<Decimal> {
         self.0.checked_sub(other.0).map(Decimal)
     }
@@ -207,6 +214,15 @@ impl NumberReader {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn products_are_rounded_up_and_saturate() {
+        let product = |a: &str, b: &str| Decimal::parse(a).unwrap().saturating_mul(Decimal::parse(b).unwrap());
+        assert_eq!(product("2.5", "3"), Decimal(7_500_000_000_000));
+        assert_eq!(product("0.000000000001", "0.5"), Decimal(1));
+        assert_eq!(product("300000000000000", "1"), Decimal::from(300_000_000_000_000));
+        assert_eq!(product("400000000000000", "1"), Decimal::MAX);
+    }
 
     #[test]
     fn numbers_are_exact_or_absent() {

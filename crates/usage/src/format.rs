@@ -162,7 +162,7 @@ impl FormatSlots {
         for (part, slot) in &self.0 {
             match values.get(*slot) {
                 Value::Absent => {}
-                Value::Unreadable | Value::TooGreat => return None,
+                Value::Unreadable | Value::TooGreat | Value::Array(_) => return None,
                 Value::Number(number) => parts.push((*part, number)),
             }
         }

@@ -56,6 +56,8 @@ struct Container {
     node: NodeId,
     /// Of the current element.
     index: u64,
+    /// Elements that are numbers.
+    numbers: u64,
 }
 
 /// The text of a name or value that is being compared or kept.
@@ -186,7 +188,7 @@ impl JsonScanner {
     #[inline]
     fn structure(&mut self, byte: u8, tree: &PointerTree, values: &mut Values) {
         match (self.state, byte) {
-            (State::ValueOrEnd, b']') | (State::NameOrEnd, b'}') => self.close(values),
+            (State::ValueOrEnd, b']') | (State::NameOrEnd, b'}') => self.close(tree, values),
             (State::Value | State::ValueOrEnd, _) => self.start_value(byte, tree, values),
             (State::Name | State::NameOrEnd, b'"') => {
                 self.is_name = true;
@@ -200,8 +202,8 @@ impl JsonScanner {
                 self.state = State::Value;
                 self.start_element(tree);
             }
-            (State::CommaOrEnd, b'}') if self.is_in_object() => self.close(values),
-            (State::CommaOrEnd, b']') if !self.is_in_object() => self.close(values),
+            (State::CommaOrEnd, b'}') if self.is_in_object() => self.close(tree, values),
+            (State::CommaOrEnd, b']') if !self.is_in_object() => self.close(tree, values),
             _ => self.state = State::Malformed,
         }
     }
@@ -289,7 +291,7 @@ impl JsonScanner {
         let (word, bit) = (self.depth as usize / 64, 1 << (self.depth % 64));
         self.objects[word] = if is_object { self.objects[word] | bit } else { self.objects[word] & !bit };
         self.depth += 1;
-        self.containers.extend(self.target.take().map(|node| Container { node, index: 0 }));
+        self.containers.extend(self.target.take().map(|node| Container { node, index: 0, numbers: 0 }));
         if is_object {
             self.state = State::NameOrEnd;
         } else {
@@ -298,9 +300,13 @@ impl JsonScanner {
         }
     }
 
-    fn close(&mut self, values: &mut Values) {
-        if self.is_on_the_way() {
-            self.containers.pop();
+    fn close(&mut self, tree: &PointerTree, values: &mut Values) {
+        if self.is_on_the_way()
+            && let Some(Container { node, index, numbers }) = self.containers.pop()
+            && !self.is_in_object()
+        {
+            let elements = if self.state == State::ValueOrEnd { 0 } else { index };
+            values.set(&tree.wanted(node).numbers, Value::Array(elements - numbers));
         }
         self.depth -= 1;
         self.end_value(values);
@@ -319,6 +325,11 @@ impl JsonScanner {
         if !self.number.is_complete() {
             self.state = State::Malformed;
             return;
+        }
+        if self.is_on_the_way()
+            && let Some(container) = self.containers.last_mut()
+        {
+            container.numbers += 1;
         }
         let slots = self.number_slots(tree);
         if !slots.is_empty() {

@@ -102,7 +102,8 @@ impl BodyValues {
     /// Whether an array or an object is at a pointer of the plan.
     pub fn is_container(&self, pointer: &JsonPointer) -> bool {
         self.member(pointer).is_some_and(|(slot, text)| {
-            self.values.text(text) == Text::Absent && self.values.get(slot) == Value::Unreadable
+            self.values.text(text) == Text::Absent
+                && matches!(self.values.get(slot), Value::Unreadable | Value::Array(_))
         })
     }
 
@@ -123,8 +124,18 @@ impl BodyValues {
                     }
                 }
             }
-            (Value::Absent | Value::Unreadable, _) => None,
+            (Value::Absent | Value::Unreadable | Value::Array(_), _) => None,
         }
+    }
+
+    /// How many answers a value asks for, at least 1: a number, or a list of so many prompts. A list of numbers is one prompt, in
+    /// tokens.
+    pub fn answers(&self, pointer: &JsonPointer) -> Decimal {
+        let prompts = self.member(pointer).and_then(|(slot, _)| match self.values.get(slot) {
+            Value::Array(prompts) => Some(prompts.into()),
+            _ => self.number(pointer),
+        });
+        prompts.unwrap_or(Decimal::ONE).max(Decimal::ONE)
     }
 
     /// The model, if the plan reads it.
@@ -296,6 +307,32 @@ mod tests {
             Text::Absent => None,
             Text::Unreadable => Some(String::from("?")),
         }
+    }
+
+    #[test]
+    fn a_request_asks_for_several_answers() {
+        for (value, answers) in [
+            ("3", 3),
+            ("\"3\"", 3),
+            ("1e30", u64::MAX),
+            ("0", 1),
+            ("-2", 1),
+            ("null", 1),
+            ("{\"a\":1,\"b\":2}", 1),
+            ("\"text\"", 1),
+            ("[]", 1),
+            ("[\"a\"]", 1),
+            ("[\"a\", \"b\" , null]", 3),
+            ("[[1,2],[3],[[],[]]]", 3),
+            // A prompt in tokens.
+            ("[1, 20, 300]", 1),
+            ("[1,\"a\",2,{\"x\":[1,2]},\"b\"]", 3),
+        ] {
+            let values = read(format!("{{\"max_tokens\":{value},\"list\":[7,8]}}").as_bytes()).unwrap();
+            assert_eq!(values.answers(&pointer("/max_tokens")).rounded_up(), answers, "{value}");
+            assert_eq!(values.number(&pointer("/list/1")), Some(8.into()), "{value}");
+        }
+        assert_eq!(read(b"{}").unwrap().answers(&pointer("/max_tokens")), Decimal::ONE);
     }
 
     #[test]

@@ -233,7 +233,7 @@ impl Reading {
         for slot in slots {
             match self.values.get(*slot) {
                 Value::Absent => {}
-                Value::Unreadable | Value::TooGreat => return None,
+                Value::Unreadable | Value::TooGreat | Value::Array(_) => return None,
                 Value::Number(number) => sum = Some(sum.unwrap_or(Decimal::ZERO).saturating_add(number)),
             }
         }

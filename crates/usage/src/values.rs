@@ -12,6 +12,8 @@ pub enum Value {
     Unreadable,
     /// A number that is greater than a [`Decimal`] can be.
     TooGreat,
+    /// An array, with so many elements that are no numbers.
+    Array(u64),
     Number(Decimal),
 }
 
