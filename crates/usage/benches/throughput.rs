@@ -1,19 +1,27 @@
-//! How fast bodies are read for their usage, in GB/s of one core, beside copying them and parsing them as a whole.
+//! How fast bodies are read for their usage, in GB/s of one core, beside copying them and parsing them as a whole; and the memory of
+//! bodies that are being read.
 //!
 //! `cargo bench -p transom-usage`
 
 #![allow(clippy::disallowed_methods, reason = "measures real time")]
 
 use std::hint::black_box;
+use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Instant;
 
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use transom_usage::usage_reader::{ReadingPlan, UsageReader, UsageSource};
 
 const ROUNDS: usize = 9;
 const BODY_BYTES: usize = 4 << 20;
 /// As much as a read of a socket returns.
 const PIECE_BYTES: usize = 16 << 10;
+/// Bodies that are read at the same time.
+const READERS: usize = 2000;
+/// As much of each has passed, without its content coding.
+const PASSED_BYTES: usize = 64 << 10;
 
 /// The median of some rounds, in GB/s.
 fn measure(bytes: usize, mut work: impl FnMut()) -> f64 {
@@ -26,6 +34,32 @@ fn measure(bytes: usize, mut work: impl FnMut()) -> f64 {
         .collect();
     rates.sort_by(f64::total_cmp);
     rates[ROUNDS / 2]
+}
+
+/// `VmRSS` of this process.
+fn resident_kib() -> f64 {
+    let status = std::fs::read_to_string("/proc/self/status").expect("/proc");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("VmRSS");
+    line.trim().trim_end_matches(" kB").parse().expect("a number")
+}
+
+/// The KiB that a stream takes while it is read, after a part of it.
+fn memory(plan: &Arc<ReadingPlan>, coding: &str, encoded: &[u8]) -> f64 {
+    let mut readers: Vec<UsageReader> = Vec::with_capacity(READERS);
+    let before = resident_kib();
+    for _ in 0..READERS {
+        let mut reader = UsageReader::new(plan, Some(b"text/event-stream"), Some(coding.as_bytes()));
+        reader.push(encoded);
+        readers.push(reader);
+    }
+    (resident_kib() - before) / black_box(readers).len() as f64
+}
+
+fn gzip(text: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+    encoder.write_all(text).expect("memory");
+    encoder.flush().expect("memory");
+    encoder.get_ref().clone()
 }
 
 fn main() {
@@ -45,6 +79,11 @@ fn main() {
     let mut plan = ReadingPlan::of_responses();
     let source = plan.add(&UsageSource::Known);
     let plan = Arc::new(plan);
+    // First, while no freed memory is at hand.
+    let passed = &chunk.repeat(PASSED_BYTES / chunk.len()).into_bytes();
+    for (coding, encoded) in [("identity", passed.clone()), ("gzip", gzip(passed))] {
+        println!("memory of a stream, {coding}: {:.1} KiB", memory(&plan, coding, &encoded));
+    }
     println!("GB/s          usage  memcpy  serde_json");
     for (name, kind, body) in &bodies {
         let body = body.as_bytes();
