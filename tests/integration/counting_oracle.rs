@@ -210,13 +210,11 @@ fn random_rule(rng: &mut Rng, scope: Scope, number: usize) -> Rule {
 /// Leaves out what is not exact with a store:
 /// - Shards: what is left is known only in part.
 /// - Windows by first request, where a response gives all tokens back: they stay open in the store, but not in a gateway.
-/// - Windows by first request with leases in rules of several windows beside other rules: tokens that are fetched for a request open
-///   the window, although another rule may refuse the request, if the gateway has unused tokens of the other windows.
 /// - Refused requests that cost more than a window ever holds: with leases they take nothing of a new window.
 /// - Refused requests that count in a sliding window: the gateway then states the end of all of its tokens as `Retry-After`.
 /// - Refused requests that count in a window by first request: one token too many may count in the next window.
 /// - Leased tokens of windows that depend on each other, and of segments: at the end they are returned a little later.
-fn leave_out_inexact(rule: &mut Rule, number_of_rules: usize, has_steps: bool) {
+fn leave_out_inexact(rule: &mut Rule, has_steps: bool) {
     let is_sliding = |layers: &Vec<Layer>| layers.iter().any(|layer| layer.kind == Kind::Sliding);
     let has_sliding =
         rule.overrides.iter().map(|(_, layers)| layers).chain(&rule.plan).any(is_sliding) || is_sliding(&rule.layers);
@@ -228,10 +226,6 @@ fn leave_out_inexact(rule: &mut Rule, number_of_rules: usize, has_steps: bool) {
         rule.count_refused = false;
     }
     let is_settled = rule.counted_statuses.is_some() || matches!(rule.cost, Cost::ResponseField { .. });
-    let has_several = |layers: &Vec<Layer>| layers.len() > 1;
-    let is_opened_by_fetch = rule.sharing == Sharing::Lease
-        && number_of_rules > 1
-        && rule.overrides.iter().map(|(_, layers)| layers).chain(&rule.plan).chain([&rule.layers]).any(has_several);
     let count_refused = rule.count_refused;
     if let Cost::RequestField { default, max } = &mut rule.cost
         && count_refused
@@ -241,7 +235,7 @@ fn leave_out_inexact(rule: &mut Rule, number_of_rules: usize, has_steps: bool) {
     }
     for layer in all_layers(rule) {
         layer.shards = 1;
-        if layer.kind == Kind::FirstRequest && (is_settled || is_opened_by_fetch) {
+        if layer.kind == Kind::FirstRequest && is_settled {
             layer.kind = Kind::Aligned(0);
         }
     }
@@ -264,7 +258,7 @@ impl Configuration {
         let number = rng.usize(1..=4);
         let mut rules: Vec<Rule> = (0..number).map(|number| random_rule(rng, scope, number)).collect();
         if scope.has_store {
-            rules.iter_mut().for_each(|rule| leave_out_inexact(rule, number, scope.has_steps));
+            rules.iter_mut().for_each(|rule| leave_out_inexact(rule, scope.has_steps));
         }
         let mut routes = vec![Route { rules: (0..number).collect(), cost: None }];
         // A second route with a part of the rules, and perhaps another cost.
@@ -1142,7 +1136,7 @@ fn gateways_in_exact_mode_decide_together_as_documented() {
         let number = configuration.rules.len();
         for rule in &mut configuration.rules {
             rule.sharing = Sharing::Exact;
-            leave_out_inexact(rule, number, true);
+            leave_out_inexact(rule, true);
             if number > 1 {
                 // Where another rule refuses first, a gateway may not know that others have filled the window.
                 rule.penalty_ms = None;
@@ -1191,8 +1185,7 @@ fn gateways_with_leases_admit_all_of_the_limit_and_no_more() {
             // Tokens that a gateway fetched for a client on the plan are also spent by others, whose limit is lower.
             rule.plan = None;
         }
-        let number = configuration.rules.len();
-        configuration.rules.iter_mut().for_each(|rule| leave_out_inexact(rule, number, false));
+        configuration.rules.iter_mut().for_each(|rule| leave_out_inexact(rule, false));
         // Tokens that stay leased when a window ends are lost, where windows depend on each other.
         let may_lose = configuration.rules.iter().any(|rule| rule.sharing == Sharing::Lease && is_dependent(rule));
         store.step_to_tick();

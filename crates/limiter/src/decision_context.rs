@@ -64,6 +64,9 @@ pub struct SharingState {
     pub low_leases: Vec<ChargePosition>,
     /// Layers that the store has charged already.
     pub prepaid: Vec<LayerRef>,
+    /// Layers of rules with leases that the store decides itself: fetched tokens would open their windows, also if another rule
+    /// refuses the request.
+    pub without_lease: Vec<LayerRef>,
     /// Where the shard receipts of the rules being decided begin.
     pub first_shard_receipt: usize,
 }
@@ -84,6 +87,17 @@ pub(super) struct Scratch {
     pub windows: IdVec<WindowsId, Window>,
     /// The layers of a request that does not have the default windows.
     pub layer_buffer: Vec<LayerRef>,
+}
+
+impl SharingState {
+    /// How a layer is counted; `None` where no rule is shared.
+    #[inline]
+    pub fn counting_mode(&self, layer_ref: LayerRef) -> Option<CountingMode> {
+        match *self.counting_modes.get(layer_ref.position)? {
+            CountingMode::Leased if self.without_lease.contains(&layer_ref) => Some(CountingMode::Remote),
+            mode => Some(mode),
+        }
+    }
 }
 
 impl DecisionContext {
@@ -111,6 +125,7 @@ impl DecisionContext {
         self.result.shard_receipts.clear();
         self.sharing.low_leases.clear();
         self.sharing.prepaid.clear();
+        self.sharing.without_lease.clear();
     }
 
     /// Where the next charges begin.

@@ -91,7 +91,7 @@ impl ChargePlan {
         context.result.decided_ms = 0;
         // Requests that wait for later windows get their position from the store, not from leases.
         let leases = |layer_ref: &LayerRef| {
-            context.sharing.counting_modes[layer_ref.position] == CountingMode::Leased
+            context.sharing.counting_mode(*layer_ref) == Some(CountingMode::Leased)
                 && context.inputs.keyed_requests[layer_ref.position].is_some()
         };
         let may_wait = may_wait && !layers.iter().any(leases);
@@ -502,8 +502,7 @@ impl ChargePlan {
         for layer_ref in layers {
             if let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.position] {
                 let layer = self.layer(*layer_ref);
-                let mode = context.sharing.counting_modes.get(layer_ref.position);
-                let mode = mode.copied().unwrap_or(CountingMode::Remote);
+                let mode = context.sharing.counting_mode(*layer_ref).unwrap_or(CountingMode::Remote);
                 let mut charge = context.new_charge(self.rule_set(), layer, keyed_request, now_ms);
                 if mode == CountingMode::LocalFallback {
                     subtract_remote_usage(&mut charge, table, self.time(now_ms));
@@ -614,9 +613,14 @@ impl ChargePlan {
         context: &mut DecisionContext,
     ) {
         for layer_ref in layers {
-            let mode = context.sharing.counting_modes[layer_ref.position];
-            let keyed_request = context.inputs.keyed_requests[layer_ref.position];
-            let Some(keyed_request) = keyed_request.filter(|_| mode != CountingMode::Remote) else { continue };
+            let (Some(mode), Some(keyed_request)) =
+                (context.sharing.counting_mode(*layer_ref), context.inputs.keyed_requests[layer_ref.position])
+            else {
+                continue;
+            };
+            if mode == CountingMode::Remote {
+                continue;
+            }
             if context.sharing.prepaid.contains(layer_ref) {
                 continue;
             }

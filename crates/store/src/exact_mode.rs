@@ -643,8 +643,8 @@ impl SharedDecision {
                 LocalDecision::Decided(Decision::Admitted) => {}
                 LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => {
                     // Exact layers are added with their known usage, as after any refusal.
-                    let modes = &self.context.sharing.counting_modes;
-                    let leased = remote.iter().filter(|layer_ref| modes[layer_ref.position] == CountingMode::Leased);
+                    let mode = |layer_ref: &&LayerRef| self.context.sharing.counting_mode(**layer_ref);
+                    let leased = remote.iter().filter(|layer_ref| mode(layer_ref) == Some(CountingMode::Leased));
                     let reserved: Vec<LayerRef> = local.iter().chain(leased).copied().collect();
                     let table = &shared.table;
                     let first_reserved = charge_plan.add_prepared_charges(&reserved, table, now_ms, &mut self.context);
@@ -702,15 +702,13 @@ impl SharedDecision {
         });
         let (mut local, mut remote, mut others) = (Vec::new(), Vec::new(), Vec::new());
         for layer_ref in layers {
-            match (context.sharing.counting_modes[layer_ref.position], full.contains(&layer_ref.position)) {
-                (CountingMode::Local | CountingMode::LocalFallback, true) => local.push(*layer_ref),
-                (CountingMode::Leased, true) => remote.push(*layer_ref),
+            let (mode, is_full) = (context.sharing.counting_mode(*layer_ref), full.contains(&layer_ref.position));
+            match mode {
+                Some(CountingMode::Local | CountingMode::LocalFallback) if is_full => local.push(*layer_ref),
+                Some(CountingMode::Leased) if is_full => remote.push(*layer_ref),
                 // The same call covers the exact rules.
-                (CountingMode::Remote, _) if !progress.without_store[layer_ref.position] => remote.push(*layer_ref),
-                (
-                    CountingMode::Local | CountingMode::LocalFallback | CountingMode::Leased | CountingMode::Remote,
-                    _,
-                ) => others.push(*layer_ref),
+                Some(CountingMode::Remote) if !progress.without_store[layer_ref.position] => remote.push(*layer_ref),
+                _ => others.push(*layer_ref),
             }
         }
         SplitLayers { local, remote, others }

@@ -87,8 +87,6 @@ pub(super) struct DecisionProgress {
     has_charged_refusal: bool,
     /// Whether the store also decides layers for which tokens could be leased.
     pub(super) ignores_leases: bool,
-    /// As `ignores_leases`, for each rule: fetched tokens would open a window, even if another rule refuses the request.
-    pub(super) opens_window: RuleFlags,
 }
 
 /// What a decision needs next.
@@ -157,7 +155,6 @@ impl DecisionProgress {
             recharged: None,
             has_charged_refusal: false,
             ignores_leases: false,
-            opens_window: RuleFlags(SmallVec::from_elem(false, charge_plan.rules().len())),
         }
     }
 
@@ -177,9 +174,8 @@ impl DecisionProgress {
     /// Sets how each rule is counted in the next step.
     fn set_counting_modes(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) {
         charge_plan.set_counting_modes(|position| self.without_store[position], &mut context.sharing.counting_modes);
-        for (position, mode) in context.sharing.counting_modes.enumerate_mut() {
-            let ignores_lease = self.ignores_leases || self.opens_window[position];
-            if ignores_lease && *mode == CountingMode::Leased && !charge_plan.rule(position).is_sharded() {
+        for (position, mode) in context.sharing.counting_modes.enumerate_mut().filter(|_| self.ignores_leases) {
+            if *mode == CountingMode::Leased && !charge_plan.rule(position).is_sharded() {
                 *mode = CountingMode::Remote;
             }
         }
@@ -327,6 +323,13 @@ impl SharedCounters {
                 },
             };
             progress.set_counting_modes(charge_plan, context);
+            // Another request may have opened the window meanwhile.
+            let keyed_requests = &context.inputs.keyed_requests;
+            let is_closed = |layer_ref: &LayerRef| {
+                let keyed_request = keyed_requests[layer_ref.position];
+                self.is_opened_by_fetch(charge_plan.layer(*layer_ref), keyed_request, now.unix_ms)
+            };
+            context.sharing.without_lease.retain(is_closed);
             if shadow.is_none() && progress.is_unavailable(charge_plan, &layers) {
                 self.metrics.decided_in_outage(OutageDecision::Refused);
                 return NextStep::Unavailable;
@@ -401,8 +404,7 @@ impl SharedCounters {
         progress: &DecisionProgress,
     ) -> Vec<LayerRef> {
         let is_sent = |layer_ref: &&LayerRef| {
-            let is_remote = context.sharing.counting_modes[layer_ref.position] == CountingMode::Remote;
-            is_remote
+            context.sharing.counting_mode(**layer_ref) == Some(CountingMode::Remote)
                 && !progress.without_store[layer_ref.position]
                 && context.inputs.keyed_requests[layer_ref.position].is_some()
         };
@@ -650,6 +652,7 @@ mod tests {
     use super::*;
     use transom_limiter::handles::{Handle, RuleId};
     use transom_limiter::rule::{OnLimit, Rule};
+    use transom_limiter::window::Windows;
 
     const DELAY: OnLimit = OnLimit::Delay { max_delay_ms: 2 * HOUR_MS, max_waiting: 9 };
 
@@ -729,6 +732,22 @@ mod tests {
             let outcome = pending.decide(&worker.charge_plan).await.unwrap();
             assert!(matches!(outcome.decision, Decision::Admitted));
             assert_eq!(worker.settled_calls().await, [acquire(HOUR_KEY, [2, 2, 0])]);
+        });
+    }
+
+    #[test]
+    fn a_delayed_request_opens_a_window() {
+        run(async {
+            let mut opened = leased(&["9/hour"]);
+            opened.layers[0].windows = Windows::FirstRequest { period_ms: HOUR_MS };
+            let exact = |rule| Rule { sharing: Sharing::Exact, ..rule };
+            let slow = Rule { on_limit: DELAY, ..leased(&["5/hour"]) };
+            let rules = [opened, exact(named("wide", leased(&["5/hour"]))), exact(named("slow", slow))];
+            let worker = TestWorker::new(&rules).await;
+            worker.store.set_used("transom:{slow|a}:account", 5);
+            let (decision, context) = worker.outcome("a", 1).await.unwrap();
+            assert!(matches!(decision, Decision::Delayed { .. }), "{decision:?} {:?}", context.result.charges);
+            assert_eq!(worker.store.used("transom:{r|a}:first-request"), 1);
         });
     }
 

@@ -595,7 +595,7 @@ impl SharedCounters {
         let now_ms = self.clock.now().unix_ms;
         let layers = charge_plan.enforced_layers_of(context, now_ms);
         let is_not_sent = |layer_ref: &&LayerRef| {
-            context.sharing.counting_modes.get(layer_ref.position) == Some(&CountingMode::Remote)
+            context.sharing.counting_mode(**layer_ref) == Some(CountingMode::Remote)
                 && !progress.without_store[layer_ref.position]
                 && context.charge_of(**layer_ref).is_none()
         };
@@ -692,6 +692,19 @@ impl SharedCounters {
             Some((position, check))
         };
         SharedCounters::unclear_windows(charge_plan, context).filter_map(start).collect()
+    }
+
+    /// Whether fetched tokens open the window of a layer: no tokens are known to be used in it.
+    pub(super) fn is_opened_by_fetch(
+        &self,
+        layer: &CompiledLayer,
+        keyed_request: Option<KeyedRequest>,
+        now_ms: u64,
+    ) -> bool {
+        let Some(counter) = keyed_request.map(|keyed_request| layer.counter(keyed_request)) else { return false };
+        layer.request.kind.is_opened_by_requests()
+            && self.table.known_usage(counter, now_ms).is_none_or(|(_, used)| used == 0)
+            && self.table.leased_tokens(counter, now_ms) == 0
     }
 
     /// A request to the store for one layer, for 0 tokens.
@@ -959,30 +972,20 @@ impl SharedDecision {
         refused.into_iter().map(|(position, _)| position).collect()
     }
 
-    /// Whether fetched tokens would open windows although the store may refuse the request in another call. It then decides the
-    /// rules of these windows in its last calls instead, unless it would have to grant them tokens of other windows that are leased.
+    /// Whether fetched tokens would open windows although the store may refuse the request in another call. It then decides these
+    /// layers in its last calls instead.
     fn opens_windows(&mut self, charge_plan: &ChargePlan, missing: &[ChargePosition]) -> bool {
-        let (table, now_ms) = (&self.shared.table, self.shared.clock.now().unix_ms);
-        let is_opened = |position: &ChargePosition| {
-            let layer_ref = self.context.result.charges[*position].layer;
-            let kind = charge_plan.layer(layer_ref).request.kind;
+        let now_ms = self.shared.clock.now().unix_ms;
+        let layers = missing.iter().map(|position| self.context.result.charges[*position].layer);
+        let is_opened = |layer_ref: &LayerRef| {
             let keyed_request = self.context.inputs.keyed_requests[layer_ref.position];
-            // Sharded counters are always leased.
-            let is_rule = kind.is_opened_by_requests() && !charge_plan.rule_of(layer_ref).is_sharded();
-            let Some(keyed_request) = keyed_request.filter(|_| is_rule) else { return false };
-            let counter = |layer_ref| charge_plan.layer(layer_ref).counter(keyed_request);
-            table.known_usage(counter(layer_ref), now_ms).is_none_or(|(_, used)| used == 0)
-                && charge_plan
-                    .layers_of_rule(layer_ref.position, keyed_request.variant)
-                    .all(|layer_ref| table.leased_tokens(counter(layer_ref), now_ms) == 0)
+            self.shared.is_opened_by_fetch(charge_plan.layer(*layer_ref), keyed_request, now_ms)
         };
-        let opened: Vec<ChargePosition> = missing.iter().copied().filter(is_opened).collect();
+        let opened: Vec<LayerRef> = layers.filter(is_opened).collect();
         if opened.is_empty() || self.is_one_call(charge_plan, missing) {
             return false;
         }
-        for position in self.rules_of(&opened) {
-            self.progress.opens_window[position] = true;
-        }
+        self.context.sharing.without_lease.extend(opened);
         true
     }
 
@@ -1003,6 +1006,7 @@ impl SharedDecision {
         let is_sharded =
             |position: &ChargePosition| charge_plan.layer(self.context.result.charges[*position].layer).shards > 1;
         !charge_plan.rules().ids().any(is_sent)
+            && (self.progress.group > 0 || sharing.without_lease.is_empty())
             && !missing.iter().any(is_sharded)
             && bases.iter().all(|base| self.shared.store.can_share_a_call(&bases[0], base))
     }
@@ -1327,6 +1331,61 @@ mod tests {
             // Tokens of an open window are leased.
             assert_eq!(worker.decide("b", 2).await, Some(true));
             assert!(worker.record("b", |record| record.refund_target.is_some()));
+        });
+    }
+
+    /// The other windows of its rule are counted by lease all the same.
+    #[test]
+    fn a_request_that_another_rule_refuses_opens_no_window_beside_leased_tokens() {
+        run(async {
+            let mut rule = leased(&["100/minute", "9/hour"]);
+            rule.layers[1].windows = Windows::FirstRequest { period_ms: HOUR_MS };
+            let exact = Rule { sharing: Sharing::Exact, ..named("wide", leased(&["5/hour"])) };
+            let worker = TestWorker::new(&[rule, exact]).await;
+            let (opened, wide) = (|key| format!("transom:{{r|{key}}}:hour:first-request"), "transom:{wide|a}:500000");
+            worker.store.set_used(wide, 5);
+            for key in ["a", "b"] {
+                let started = worker.shared.start_fetches(vec![worker.fetch(0, 0, key, 3, 3)]);
+                assert!(started[0].finished().await);
+            }
+            for _ in 0..2 {
+                assert_eq!(worker.decide("a", 1).await, Some(false));
+                worker.settled_calls().await;
+                assert_eq!((worker.store.used(&opened("a")), worker.leased_tokens("a", 0)), (0, 3));
+            }
+            assert_eq!(worker.decide("b", 1).await, Some(true));
+            assert_eq!(worker.store.used(&opened("b")), 1);
+            assert_eq!((worker.leased_tokens("b", 0), worker.leased_tokens("b", 1)), (2, 0));
+            // Tokens of the open window are leased.
+            worker.settled_calls().await;
+            assert_eq!(worker.decide("b", 2).await, Some(true));
+            let has_lease = |record: &mut LeaseRecord| record.refund_target.is_some();
+            let id = counter_id(worker.counter("b", 1));
+            assert_eq!(worker.shared.leases.with_existing(id, has_lease), Some(true));
+        });
+    }
+
+    #[test]
+    fn tokens_that_another_request_has_leased_meanwhile_are_spent() {
+        run(async {
+            let mut rule = leased(&["100/minute", "1/hour"]);
+            rule.layers[1].windows = Windows::FirstRequest { period_ms: HOUR_MS };
+            let exact = Rule { sharing: Sharing::Exact, ..named("wide", leased(&["5/hour"])) };
+            let worker = TestWorker::new(&[rule, exact]).await;
+            let opened = "transom:{r|a}:hour:first-request";
+            worker.store.hold();
+            // The tokens of the first window are fetched; the store is to decide about the second.
+            let pending = worker.pending("a", 1);
+            let mut decided = Box::pin(pending.decide(&worker.charge_plan));
+            assert!(poll_fn(|cx| Poll::Ready(decided.as_mut().poll(cx).is_pending())).await);
+            let started = worker.shared.start_fetches(vec![worker.fetch(0, 1, "a", 1, 1)]);
+            while worker.store.used(opened) == 0 {
+                worker.store.next_calls().await;
+            }
+            worker.store.release();
+            assert!(started[0].finished().await);
+            assert!(matches!(decided.await.unwrap().decision, Decision::Admitted));
+            assert_eq!((worker.store.used(opened), worker.leased_tokens("a", 1)), (1, 0));
         });
     }
 

@@ -363,6 +363,14 @@ fn with_rules_of_both_modes() {
     }
 }
 
+/// The store decides the window that a request opens, beside leased tokens of the same rule.
+#[test]
+fn with_windows_that_requests_open_beside_other_rules() {
+    let mut rule = leased(&["2/minute", "2/hour"]);
+    rule.layers[1].windows = Windows::FirstRequest { period_ms: rule.layers[1].windows.typical_ms() };
+    holds(vec![rule, named("exact", exact(leased(&["1/hour"])))], ONE_EACH, |_| ());
+}
+
 /// The store decides two rules in two calls. If the second refuses, the first is refunded.
 #[test]
 fn with_rules_in_two_slots() {
