@@ -619,10 +619,7 @@ fn check(
         let is_refused = response.field("retry-after").is_some();
         return if is_refused { Err("expected no Retry-After".to_owned()) } else { Ok(()) };
     }
-    let problem = response.problem();
-    let violated =
-        problem["violated-policies"].as_array().unwrap().iter().map(|name| name.as_str().unwrap().to_owned());
-    let violated: BTreeSet<String> = violated.collect();
+    let violated = violated_policies(response);
     if violated.is_empty() || !violated.is_subset(&decision.refusing) || (is_exact && violated != decision.refusing) {
         return Err(format!("expected refusals by {:?}", decision.refusing));
     }
@@ -645,6 +642,13 @@ fn check(
         return Err(format!("expected Retry-After after {expected_ms:?} ms"));
     }
     Ok(())
+}
+
+/// The windows that refuse a request, as the response names them.
+fn violated_policies(response: &HttpResponse) -> BTreeSet<String> {
+    let problem = response.problem();
+    let names = problem["violated-policies"].as_array().unwrap().iter();
+    names.map(|name| name.as_str().unwrap().to_owned()).collect()
 }
 
 /// Whether a response admits what the model refuses, or states more tokens than it.
@@ -911,6 +915,24 @@ impl SteppedStore {
     fn toml(&self, seed: u64, settings: &str) -> String {
         format!("[counters.shared]\nredis = \"{}\"\nprefix = \"c{seed}\"\n{settings}\n", self.redis.url())
     }
+
+    /// The tokens that the store counts as used of each rule.
+    fn used_of_rules(&self, seed: u64, rules: &[Rule]) -> Vec<i64> {
+        let script = "local used = 0
+            for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
+              if redis.call('TYPE', key).ok == 'string' then
+                used = used + redis.call('GET', key)
+              else
+                local fields = redis.call('HGETALL', key)
+                for i = 1, #fields, 2 do
+                  if fields[i] ~= 'window' and fields[i] ~= 'start' then used = used + fields[i + 1] end
+                end
+              end
+            end
+            return used";
+        let keys_of = |rule: &Rule| format!("c{seed}:{{{}*", rule.name);
+        rules.iter().map(|rule| self.redis.integer(&["EVAL", script, "0", &keys_of(rule)])).collect()
+    }
 }
 
 /// A rule that asks the store for each request, and so tells the gateway the time of the store. Its tokens come back, so that the
@@ -1026,6 +1048,8 @@ struct OverOutages {
     most: Model,
     history: History,
     is_away: bool,
+    /// Unspent tokens that the gateway has leased of each rule, at most.
+    leased: Vec<i64>,
     /// Whether the gateway knows only what the store counts.
     is_successor: bool,
 }
@@ -1033,8 +1057,36 @@ struct OverOutages {
 impl OverOutages {
     const TIMEOUT_MS: Ms = 100;
 
-    /// Sends a request and compares the response. Returns `false` if it differs by late charges, or by leased tokens that do not pay for
-    /// it: what the gateway counts from then on depends on them.
+    fn begin_outage(&mut self, store: &SteppedStore, gateways: &mut Gateways, clients: &mut [Client]) {
+        // Each worker has sent what the last requests have caused.
+        for client in clients {
+            client.get("/probe").expect(200);
+        }
+        let stored = store.used_of_rules(self.history.seed, self.model.rules());
+        self.leased = stored.iter().zip(self.model.used_of_rules(store.now())).map(|(all, used)| all - used).collect();
+        self.history.add(format!("the store goes away, leased: {:?}", self.leased));
+        begin_outage(store, gateways);
+        self.is_away = true;
+    }
+
+    fn end_outage(&mut self, store: &SteppedStore, gateways: &mut Gateways) {
+        end_outage(store, gateways);
+        self.history.add("the store is back".to_owned());
+        self.is_away = false;
+    }
+
+    /// Whether a response refuses the request in the windows that may do so although tokens are left.
+    fn is_refused_too_early(&self, response: &HttpResponse, request: &Request, decision: &Decision, now: Ms) -> bool {
+        if !self.is_away || response.status != 429 {
+            return false;
+        }
+        let refusing = violated_policies(response);
+        let too_early = self.model.may_exceed_lease(request, &self.leased, now);
+        !refusing.is_subset(&decision.refusing) && refusing.is_subset(&(&decision.refusing | &too_early))
+    }
+
+    /// Sends a request and compares the response. Returns `false` if it differs by late charges: what the gateway counts from then on
+    /// depends on them.
     #[track_caller]
     fn send(&mut self, client: &mut Client, request: &Request, store: &SteppedStore) -> bool {
         let now = store.now();
@@ -1042,6 +1094,9 @@ impl OverOutages {
         let response = send(client, request);
         let took_ms = store.now() - now;
         self.history.add(describe(now, request, &response));
+        if self.is_refused_too_early(&response, request, &decision, now) {
+            return true;
+        }
         let had_late_charges = self.has_late_charges(request, now);
         let begun = self.model.record(request, now, !decision.is_refused());
         if self.is_away && took_ms >= OverOutages::TIMEOUT_MS {
@@ -1053,10 +1108,8 @@ impl OverOutages {
         let may_be_unknown = self.is_away || (self.is_successor && self.model.takes_nothing(request));
         let precision = Precision::Outages { slack_s: 10 + rounded_up_s(took_ms), may_be_unknown };
         if let Err(difference) = check(&response, request, &decision, &self.model, now, precision) {
-            // Late charges leave less, never more. So do leased tokens that do not pay for the request.
-            let leaves_less = had_late_charges
-                || self.has_late_charges(request, now)
-                || (self.is_away && self.model.may_exceed_lease(request));
+            // Late charges leave less, never more.
+            let leaves_less = had_late_charges || self.has_late_charges(request, now);
             if !leaves_less || is_laxer(&response, &decision, &self.model.items(request, now)) {
                 self.history.fail(&difference);
             }
@@ -1092,25 +1145,25 @@ fn a_gateway_decides_as_documented_over_outages() {
         gateways.follow(&store);
         let model = Model::new(configuration.rules.clone(), configuration.routes.clone());
         let (most, history) = (model.clone(), History::new(seed, &toml));
-        let mut outages = OverOutages { model, most, history, is_away: false, is_successor: false };
+        let mut outages = OverOutages { model, most, history, is_away: false, leased: Vec::new(), is_successor: false };
         let is_same = (0..REQUESTS).all(|_| {
             if one_in(&mut rng, 10) {
-                outages.is_away = !outages.is_away;
-                outages.history.add(format!("the store is away: {}", outages.is_away));
-                let change = if outages.is_away { begin_outage } else { end_outage };
-                change(&store, &mut gateways);
+                match outages.is_away {
+                    false => outages.begin_outage(&store, &mut gateways, &mut clients),
+                    true => outages.end_outage(&store, &mut gateways),
+                }
             }
             let request = configuration.random_request(&mut rng);
             outages.send(&mut clients[rng.usize(..4)], &request, &store)
         });
         if outages.is_away {
-            end_outage(&store, &mut gateways);
+            outages.end_outage(&store, &mut gateways);
         }
         if !is_same {
             continue;
         }
         outages.history.add("a successor".to_owned());
-        (outages.is_away, outages.is_successor) = (false, true);
+        outages.is_successor = true;
         drop(clients);
         gateways.end();
         let mut successor = Gateways::start(1, &toml);

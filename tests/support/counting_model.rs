@@ -301,6 +301,10 @@ impl Model {
         Model { rules, routes, counters, penalties, in_flight, outcomes: BTreeMap::new() }
     }
 
+    pub fn rules(&self) -> &[Rule] {
+        &self.rules
+    }
+
     fn resolutions(&self, request: &Request) -> Vec<Resolution<'_>> {
         let route = &self.routes[request.route];
         route.rules.iter().map(|position| self.rules[*position].resolve(*position, route, request)).collect()
@@ -643,10 +647,39 @@ impl Model {
         self.applied(request).iter().any(|applied| applied.cost == 0)
     }
 
-    /// Whether a rule may refuse the request in an outage although tokens are left: it takes leased ones or local ones, not both.
-    pub fn may_exceed_lease(&self, request: &Request) -> bool {
-        let takes_several = |applied: &Applied<'_>| applied.cost > 1 || applied.layers.len() > 1;
-        self.applied(request).iter().any(|applied| applied.rule.sharing == Sharing::Lease && takes_several(applied))
+    /// The windows that may refuse the request in an outage although tokens are left: where too few are leased for it in a window, the
+    /// request takes none of those that are leased in others. `leased`: of each rule, in all its windows together.
+    pub fn may_exceed_lease(&self, request: &Request, leased: &[i64], now: Ms) -> BTreeSet<String> {
+        let takes_several = |applied: &&Applied| applied.cost > 0 && (applied.cost > 1 || applied.layers.len() > 1);
+        let mut names = BTreeSet::new();
+        for applied in self.applied(request).iter().filter(takes_several) {
+            let may_refuse =
+                |layer: &&Layer| self.left(applied, layer, now) - leased[applied.position] < applied.needed();
+            if applied.rule.sharing == Sharing::Lease {
+                let layers = applied.layers.iter().filter(may_refuse);
+                names.extend(layers.map(|layer| applied.rule.layer_name(applied.layers, layer)));
+            }
+        }
+        names
+    }
+
+    /// The tokens that are used of each rule, of all keys and in all windows that are open. The rules have no plans and no overrides.
+    pub fn used_of_rules(&self, now: Ms) -> Vec<i64> {
+        let mut used = vec![0; self.rules.len()];
+        for (key, counter) in &self.counters {
+            let (rule, layer) = (&self.rules[key.0], self.layer_of(key));
+            used[key.0] += layer.capacity() - counter.left(layer, rule.accumulates(&rule.layers, layer), now);
+        }
+        used
+    }
+
+    fn layer_of(&self, (position, _, period_text, kind): &CounterKey) -> &Layer {
+        let rule = &self.rules[*position];
+        let plans = rule.overrides.iter().map(|(_, layers)| layers).chain(&rule.plan);
+        let mut layers = plans.chain([&rule.layers]).flatten();
+        let is_kind =
+            |layer: &Layer| matches!((layer.kind, kind), (Kind::Aligned(_), Kind::Aligned(_))) || layer.kind == *kind;
+        layers.find(|layer| layer.period_text == *period_text && is_kind(layer)).unwrap()
     }
 
     pub fn has_penalties(&self, request: &Request) -> bool {
@@ -690,14 +723,8 @@ impl Model {
     /// Times after `now` at which windows, segments or penalties end.
     pub fn ends(&self, now: Ms) -> Vec<Ms> {
         let mut ends: Vec<Ms> = self.penalties.values().copied().collect();
-        for ((position, _, period_text, kind), counter) in &self.counters {
-            let rule = &self.rules[*position];
-            let plans = rule.overrides.iter().map(|(_, layers)| layers).chain(&rule.plan);
-            let mut layers = plans.chain([&rule.layers]).flatten();
-            let is_kind = |layer: &Layer| {
-                matches!((layer.kind, kind), (Kind::Aligned(_), Kind::Aligned(_))) || layer.kind == *kind
-            };
-            let layer = layers.find(|layer| layer.period_text == *period_text && is_kind(layer)).unwrap();
+        for (key, counter) in &self.counters {
+            let layer = self.layer_of(key);
             let number = counter.number(layer, now);
             let further = if layer.kind == Kind::Sliding { 10 } else { 3 };
             ends.extend((1..further).map(|ahead| counter.begin_ms(layer, number + ahead)));
