@@ -72,7 +72,7 @@ MISTAKES = [
     ),
     (
         "the usage that is sent to such a store lacks refunds on their way",
-        "token_fetch.rs",
+        "known_usage.rs",
         "used.saturating_add(order.refunding_in(window, now_ms))",
         "used",
     ),
@@ -114,7 +114,7 @@ MISTAKES = [
     ),
     (
         "charges without a reply count twice",
-        "outage.rs",
+        "known_usage.rs",
         "let with_charges = reported.saturating_add(noted.unanswered.charges).max(least);",
         "let with_charges = reported.saturating_add(unanswered.charges).max(least);",
     ),

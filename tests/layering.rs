@@ -233,6 +233,7 @@ const ORDERS: [(&str, &[&str]); 9] = [
             "test_worker",
             "token_fetch",
             "shared_decision",
+            "known_usage",
             "shared_counters",
             "circuit_breaker",
             "shared_map",

@@ -177,7 +177,7 @@ impl SharedCounters {
         keyed_request: KeyedRequest,
         store_key: &Rc<str>,
     ) {
-        if self.is_unreachable(&self.key_base(store_key, "", 0)) {
+        if self.is_key_unreachable(store_key) {
             return self.overdraw_locally(rule_set, rule, keyed_request, store_key);
         }
         let requests = self.overdraw_requests(rule_set, rule, keyed_request, store_key);

@@ -6,7 +6,7 @@
 //! - Decisions: `shared_decision` (one request), `exact_mode` (what the store decides itself), `token_fetch` and
 //!   `lease_sizing` (leases), `decision_queries` (decision API).
 //! - Outages: `circuit_breaker`, `unreported_usage`, `reported_usage`, `outage`, `outage_log`.
-//! - `usage_order`: which replies may lower the known usage that all workers share.
+//! - `known_usage`: what the workers of a gateway know of the usage in the store. `usage_order`: which replies may lower it.
 //! - Maps that gateways share: `shared_map` (a map in the store), `map_follower` (the copy of a gateway).
 //! - After the response: `settlement`.
 //! - Diagnosis: `diagnose`.
@@ -26,6 +26,7 @@ mod exact_mode;
 #[cfg(test)]
 mod exploration;
 mod hash_slot;
+mod known_usage;
 pub mod lease_sizing;
 pub mod map_follower;
 mod outage;

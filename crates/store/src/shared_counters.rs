@@ -358,14 +358,6 @@ impl SharedCounters {
         self.send_refunds(live).await;
     }
 
-    /// Subtracts leased tokens that go back to the store from the known usage. Otherwise they would count as used during an outage,
-    /// and the report afterwards would make the store count them.
-    pub(super) fn forget_returned_tokens(&self, counter: Counter, target: &RefundTarget, tokens: u32) {
-        // The known usage of a sliding window ends later than a lease.
-        let end_ms = (target.kind != WindowKind::Sliding).then_some(target.end_ms);
-        self.lower_known_usage(counter, end_ms, tokens);
-    }
-
     /// Refunds up to `tokens` of each local charge: in the store, if it was reported since; otherwise with `refund_locally`.
     /// `counter_of` returns the ordinary counter of a charge, if that may have been reported: see [`counter_of_receipt`].
     pub fn refund_receipts(
@@ -400,13 +392,6 @@ impl SharedCounters {
             refunds.extend(more);
         }
         self.send_later(refunds);
-    }
-
-    /// Subtracts tokens that are refunded to the store from the known usage.
-    pub(super) fn forget_refunded_tokens(&self, counter: Counter, tokens: u64) {
-        if tokens > 0 {
-            self.lower_known_usage(counter, None, u32::try_from(tokens).unwrap_or(u32::MAX));
-        }
     }
 
     /// Ensures that leased tokens are returned if they are not spent after the refund of these charges: the lease may have been

@@ -549,7 +549,7 @@ impl SharedDecision {
         let mut is_skipped = false;
         for rule in rules {
             let Some(store_key) = self.store_key(*rule) else { continue };
-            if self.shared.is_unreachable(&self.shared.key_base(&store_key, "", 0)) {
+            if self.shared.is_key_unreachable(&store_key) {
                 self.progress.without_store[*rule] = true;
                 is_skipped = true;
             }
@@ -576,8 +576,7 @@ impl SharedDecision {
             return;
         }
         if let Some(store_key) = self.store_key(rule) {
-            let server = self.shared.store.server_of(&self.shared.key_base(&store_key, "", 0));
-            self.shared.record_timeout(server);
+            self.shared.record_timeout(self.shared.server_of_key(&store_key));
         }
     }
 

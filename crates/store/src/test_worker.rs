@@ -62,6 +62,11 @@ pub fn leased(limits: &[&str]) -> Rule {
     Rule { sharing: Sharing::Lease, ..Rule::new("r", vec![HOST.part()], OnMissing::Never, layers) }
 }
 
+/// A rule `r` in exact mode.
+pub fn exact(limit: &str) -> Rule {
+    Rule { sharing: Sharing::Exact, ..leased(&[limit]) }
+}
+
 /// A rule `r` with leased tokens, and 4 shards.
 pub fn sharded(limit: &str) -> Rule {
     let mut rule = leased(&[limit]);

@@ -15,14 +15,11 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::client::StoreError;
-use super::lease_sizing::{
-    ChargeId, InFlightFetch, LeaseRecord, Refusal, UnansweredCharge, UnansweredTokens, UndepositedTokens, counter_id,
-};
+use super::lease_sizing::{ChargeId, InFlightFetch, LeaseRecord, Refusal, UndepositedTokens, counter_id};
 use super::scripts::{AcquireReply, CounterReply, CounterRequest, RefundTarget};
 use super::shared_counters::{SharedCounters, refund_used_max};
 use super::shared_decision::{DecisionProgress, NextStep, ROUNDS_MAX, SharedDecision, before_deadline};
 use super::unreported_usage::UnreportedCharge;
-use super::usage_order::{CounterOrder, LockedOrder};
 use transom_limiter::acquire::Charge;
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::decision_context::{DecisionContext, DecisionResult};
@@ -329,7 +326,7 @@ impl SharedCounters {
             let want = if layer.request.kind.is_opened_by_requests() { 0 } else { u64::from(charge.request.cost) };
             if due == Some(true)
                 && let Some(store_key) = store_key(layer_ref.position)
-                && !self.is_unreachable(&self.key_base(&store_key, "", 0))
+                && !self.is_key_unreachable(&store_key)
             {
                 fetches.push(self.token_fetch(charge_plan, layer_ref, keyed_request, store_key).with_tokens(0, want));
             }
@@ -397,7 +394,7 @@ impl SharedCounters {
             let opens_window = charge.usage.used == 0 && layer.request.kind.is_opened_by_requests();
             let taken = match rest.keyed_request.cost {
                 0 => 0,
-                _ if self.is_unreachable(&self.key_base(&rest.store_key, "", 0)) => {
+                _ if self.is_key_unreachable(&rest.store_key) => {
                     self.charge_remaining_locally(&rest).map_or(0, |(tokens, _)| tokens)
                 }
                 // Separate calls: each counter is charged, whatever the others have left.
@@ -504,85 +501,6 @@ impl SharedCounters {
         Some(false)
     }
 
-    /// A new charge in the background.
-    pub(super) fn new_charge(&self) -> ChargeId {
-        self.charges.set(self.charges.get() + 1);
-        ChargeId(self.charges.get())
-    }
-
-    /// Adds tokens to the known usage that a call in the background charges: the next request may come before the reply.
-    pub(super) fn begin_charge(
-        &self,
-        id: ChargeId,
-        rule_set: &RuleSet,
-        layer: &CompiledLayer,
-        counter: Counter,
-        request: &CounterRequest,
-    ) {
-        let mut order = self.usage_order.lock(counter_id(counter));
-        self.add_unanswered(&mut order, id, counter, UnansweredTokens { reports: 0, charges: request.need });
-        let (time, end_ms) = (rule_set.time(self.clock.now().unix_ms), request.window.end_ms);
-        let known = self.table.lasting_usage(counter, AcquireRequest { end_ms, ..layer.request }, time);
-        // Only the store knows when a window ends that a request has opened.
-        let end_ms = known.map(|known| known.end_ms);
-        let end_ms = end_ms.or_else(|| (!request.window.kind.is_opened_by_requests()).then_some(request.window.end_ms));
-        if let Some(end_ms) = end_ms {
-            self.add_known_usage(rule_set, layer, counter, end_ms, request.need);
-        }
-    }
-
-    /// Notes a charge in the background whose tokens become part of the known usage under the same lock. `order`: of the counter.
-    pub(super) fn add_unanswered(
-        &self,
-        order: &mut LockedOrder<'_>,
-        id: ChargeId,
-        counter: Counter,
-        tokens: UnansweredTokens,
-    ) {
-        let charge = UnansweredCharge { id, tokens, sent_after: u64::MAX };
-        let now = self.clock.now();
-        let known = self.table.known_usage(counter, now.unix_ms).map_or(0, |(_, known)| known.into());
-        let push = |record: &mut LeaseRecord| record.unanswered.push(charge);
-        match self.leases.with_or_insert(counter, self.own_shard, self.clock.instant(), push) {
-            Some(()) => order.add_unanswered(tokens, known),
-            None => order.note_change(),
-        }
-    }
-
-    /// Sets the number of the last call that does not have these charges; `u64::MAX`: no call has them.
-    pub(super) fn set_sent_after(&self, charges: &[(ChargeId, Counter)], sent_after: u64) {
-        for (id, counter) in charges {
-            self.leases.with_existing(counter_id(*counter), |record| {
-                let charges = record.unanswered.iter_mut().filter(|charge| charge.id == *id);
-                charges.for_each(|charge| charge.sent_after = sent_after);
-            });
-        }
-    }
-
-    /// Ends what [`SharedCounters::begin_charge`] has begun, after its reply was noted. `stays_known`: tokens that no reply has stay
-    /// part of the known usage.
-    pub(super) fn end_charge(&self, id: ChargeId, counter: Counter, stays_known: bool) {
-        let mut order = self.usage_order.lock(counter_id(counter));
-        let ended = self.leases.with_existing(counter_id(counter), |record| {
-            let position = record.unanswered.iter().position(|charge| charge.id == id)?;
-            Some(record.unanswered.remove(position).tokens)
-        });
-        let Some(tokens) = ended.flatten().filter(|tokens| tokens.sum() > 0) else { return };
-        if stays_known {
-            order.change_reported(|reported| reported.saturating_add(tokens.sum()));
-            order.remove_unanswered(tokens);
-            return order.note_change();
-        }
-        // The known usage has more than the reported one, if no reply had the tokens. It does not become less.
-        let CounterOrder { unanswered, reported, .. } = order.get();
-        order.remove_unanswered(tokens);
-        let now_ms = self.clock.now().unix_ms;
-        let known: u64 = self.table.known_usage(counter, now_ms).map_or(0, |(_, known)| known.into());
-        let more = known.saturating_sub(unanswered.reports).saturating_sub(reported);
-        let tokens = u32::try_from(tokens.sum().min(more)).unwrap_or(u32::MAX);
-        self.table.subtract_known_usage(counter, None, tokens, now_ms);
-    }
-
     /// Adds the layers to a refused decision that the store would have decided, and that were not sent because other layers had
     /// refused before. Their usage is what is known of it; where their server cannot be reached, with what was counted here.
     pub(super) fn add_layers_not_sent(
@@ -602,7 +520,7 @@ impl SharedCounters {
         let not_sent: Vec<LayerRef> = layers.iter().filter(is_not_sent).copied().collect();
         context.return_layer_buffer(layers);
         for LayerRef { position, .. } in not_sent.iter().filter(|_| self.breaker.is_any_open()) {
-            let is_unreachable = |key: Rc<str>| self.is_unreachable(&self.key_base(&key, "", 0));
+            let is_unreachable = |key: Rc<str>| self.is_key_unreachable(&key);
             let is_local = charge_plan.rule(*position).rule.on_outage == OnOutage::Local;
             if is_local && store_key(*position).is_some_and(is_unreachable) {
                 context.sharing.counting_modes[*position] = CountingMode::LocalFallback;
@@ -654,7 +572,7 @@ impl SharedCounters {
             let store_key = store_key(layer_ref.position)?;
             let begin = |record: &mut LeaseRecord| !std::mem::replace(&mut record.is_being_checked, true);
             let now = self.clock.instant();
-            if self.is_unreachable(&self.key_base(&store_key, "", 0))
+            if self.is_key_unreachable(&store_key)
                 || self.leases.with_or_insert(counter, self.own_shard, now, begin) != Some(true)
             {
                 return None;
@@ -745,83 +663,6 @@ impl SharedCounters {
     /// The usage of a layer by the local counters.
     pub(super) fn used_locally(&self, rule_set: &RuleSet, layer: LayerId, keyed_request: KeyedRequest) -> Usage {
         rule_set.local_usage(layer, keyed_request, &self.table, DecisionTime::read(&|| self.clock.now().unix_ms))
-    }
-
-    /// Records whether the store refused tokens of a sliding window.
-    pub(super) fn note_refusal(&self, counter: Counter, refusal: Option<Refusal>) {
-        let now = self.clock.instant();
-        match refusal {
-            Some(_) => _ = self.leases.with_or_insert(counter, self.own_shard, now, |record| record.refusal = refusal),
-            None => _ = self.leases.with_existing(counter_id(counter), |record| record.refusal = None),
-        }
-    }
-
-    /// The usage of a sliding window of which the store is known to refuse `need` tokens to a request. A refusal says nothing under
-    /// another limit, or once the usage has changed: after a refund the request may fit, after a charge it fits later.
-    pub(super) fn known_refusal(
-        &self,
-        counter: Counter,
-        need: i64,
-        request: AcquireRequest,
-        now_ms: u64,
-    ) -> Option<Usage> {
-        let refusal = self.leases.with_existing(counter_id(counter), |record| record.refusal)??;
-        let (_, used) = self.table.known_usage(counter, now_ms)?;
-        let is_same = (refusal.need, refusal.cost, refusal.limit) == (need, request.cost, request.limit);
-        let is_known = is_same && now_ms < refusal.usage.end_ms && u64::from(used) == refusal.usage.used;
-        is_known.then_some(refusal.usage)
-    }
-
-    /// A lower bound of the usage, if the store may have lost counts; otherwise 0. It lacks what other calls charge: they may come
-    /// later. It has the tokens of refunds on their way: otherwise these would lower the usage of other requests in a store that has
-    /// lost these tokens.
-    fn used_at_least(
-        &self,
-        rule_set: &RuleSet,
-        layer: &CompiledLayer,
-        keyed_request: KeyedRequest,
-        window: StoreWindow,
-    ) -> u64 {
-        self.note_reconnect(self.clock.instant());
-        let (counter, now_ms) = (layer.counter(keyed_request), self.clock.now().unix_ms);
-        let request = AcquireRequest { end_ms: window.end_ms, ..layer.request };
-        let (lasting, order) = {
-            // The known usage changes under this lock, together with what is unanswered.
-            let order = self.usage_order.lock(counter_id(counter));
-            (self.table.lasting_usage(counter, request, rule_set.time(now_ms)), order.get())
-        };
-        let Usage { used, end_ms } = lasting.unwrap_or(Usage { used: 0, end_ms: window.end_ms });
-        let used = used.saturating_add(order.refunding_in(window, now_ms)).saturating_sub(order.unanswered.sum());
-        let is_confirmed =
-            self.leases.with_existing(counter_id(counter), |record| record.generation == self.generation.get());
-        match self.may_be_lost(rule_set, layer, end_ms) && is_confirmed != Some(true) {
-            true => used,
-            false => 0,
-        }
-    }
-
-    /// Whether a server behind a new connection may have lost what was counted in the window that ends at `end_ms`.
-    fn may_be_lost(&self, rule_set: &RuleSet, layer: &CompiledLayer, end_ms: u64) -> bool {
-        self.reconnected_ms.get() >= end_ms.saturating_sub(rule_set.windows_of(layer).counted_ms())
-    }
-
-    /// Notes that the server has what is known of a counter: later requests no longer tell it. Otherwise it would count again what
-    /// is refunded meanwhile.
-    pub(super) fn confirm_usage(&self, rule_set: &RuleSet, layer: &CompiledLayer, counter: Counter, end_ms: u64) {
-        if self.may_be_lost(rule_set, layer, end_ms) {
-            let confirm = |record: &mut LeaseRecord| record.generation = self.generation.get();
-            self.leases.with_or_insert(counter, self.own_shard, self.clock.instant(), confirm);
-        }
-    }
-
-    /// A lower bound of the usage after a reply: the request included `used_min`, or the connection was reopened
-    /// since; then the store may have lost counts, and the known usage applies.
-    pub(super) fn known_usage(&self, counter: Counter, end_ms: u64, used_min: u64, generation: u64) -> u64 {
-        if generation == self.generation.get() {
-            return used_min;
-        }
-        let known_usage = self.table.known_usage(counter, self.clock.now().unix_ms).filter(|(end, _)| *end == end_ms);
-        used_min.max(known_usage.map_or(0, |(_, used)| u64::from(used)))
     }
 
     /// A fetch of no tokens for one layer.
