@@ -29,6 +29,9 @@ const ROUTE: PartKind = PartKind { name: "route", identity: "Route", number: 8 }
 const ENTRY: PartKind = PartKind { name: "entry", identity: "Entry", number: 15 };
 const CLIENT: PartKind = PartKind { name: "client", identity: "Client", number: 16 };
 const BEARER: PartKind = PartKind { name: "bearer", identity: "Bearer", number: 17 };
+const JSON: PartKind = PartKind { name: "json", identity: "Json", number: 18 };
+const CLIENT_CERT_SAN: PartKind = PartKind { name: "client-cert:san", identity: "ClientCertSan", number: 20 };
+const CLIENT_CERT_CN: PartKind = PartKind { name: "client-cert:cn", identity: "ClientCertCn", number: 21 };
 
 fn one(kind: &'static PartKind) -> KeyPart {
     KeyPart { kind, argument: PartArgument::None }
@@ -65,6 +68,9 @@ fn rules() -> Vec<Rule> {
         vec![named(&ENTRY, "remote_address")],
         vec![one(&CLIENT)],
         vec![one(&BEARER)],
+        vec![named(&JSON, "/model")],
+        vec![one(&CLIENT_CERT_SAN)],
+        vec![one(&CLIENT_CERT_CN)],
         vec![KeyPart::GLOBAL],
         vec![],
         vec![address(32, 56), named(&HEADER, "x-user"), one(&PATH)],
@@ -169,6 +175,9 @@ const EXPECTED: &[&str] = &[
     r#"7bdce09ff39345bc r [Entry("remote_address")] 3600000ms"#,
     "3e959a163bf5ac4b r [Client] 3600000ms",
     "6f73cb58281ea05e r [Bearer] 3600000ms",
+    r#"c95d7f8181dd617c r [Json("/model")] 3600000ms"#,
+    "108a76d2d9e840e8 r [ClientCertSan] 3600000ms",
+    "6d34f50b8dd72c77 r [ClientCertCn] 3600000ms",
     "00514d6bb95cc2fe r [Global] 3600000ms",
     "79363091af0b0d83 r [] 3600000ms",
     r#"5eb67f554d88438b r [Ip { v4_prefix: 32, v6_prefix: 56 }, Header("x-user"), Path] 3600000ms"#,
