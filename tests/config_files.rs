@@ -666,13 +666,13 @@ fn every_setting_of_rules_is_read_as_written() {
         (150, 0, 1000, 200)
     );
     let header = |name: &str| name.to_owned();
-    assert_eq!(rule("capacities").cost, Cost::Request { header: header("x-cost"), default: 2, max: 150 });
+    assert_eq!(rule("capacities").cost, Cost::Request { source: header("x-cost"), default: 2, max: 150 });
     let count_when = CountWhen { status: vec![401..=401, 500..=599], grpc_status: vec![16, 7] };
     assert_eq!(rule("failed-logins").count_when, Some(count_when));
-    assert_eq!(rule("response-cost").cost, Cost::Response { header: Some(header("x-cost")), reserve: 10, max: 1000 });
+    assert_eq!(rule("response-cost").cost, Cost::Response { source: Some(header("x-cost")), reserve: 10, max: 1000 });
     let usage = rule("usage");
     // The reserve is lowered to the capacity.
-    assert_eq!(usage.cost, Cost::Response { header: None, reserve: 100, max: u32::MAX });
+    assert_eq!(usage.cost, Cost::Response { source: None, reserve: 100, max: u32::MAX });
     assert_eq!(usage.refund_on, [429..=429, 500..=599]);
     let UsageCost { source, weights, on_missing, .. } = usage.usage.as_ref().unwrap();
     assert_eq!((source, *on_missing), (&UsageSource::Known, OnMissingUsage::Estimate));
@@ -682,7 +682,7 @@ fn every_setting_of_rules_is_read_as_written() {
     assert_eq!(models.map(|model| weights.cost(&used, model)), [22, 7, 22]);
     let bytes = rule("bytes");
     let cost = ByteCost { counted: CountedBytes::Both, unit: 2048, on_exceeded: OnExceeded::Cut };
-    assert_eq!((bytes.bytes, &bytes.cost), (Some(cost), &Cost::Response { header: None, reserve: 3, max: u32::MAX }));
+    assert_eq!((bytes.bytes, &bytes.cost), (Some(cost), &Cost::Response { source: None, reserve: 3, max: u32::MAX }));
     let tokens = |layers: &[Limit]| layers.iter().map(|limit| (limit.tokens, limit.capacity)).collect::<Vec<_>>();
     assert_eq!(tokens(&bytes.layers), [(5 << 20, None), (488, Some(976)), (100, None)]);
     assert_eq!(tokens(&bytes.plans[0].layers), [(1 << 31, None)]);

@@ -603,7 +603,7 @@ fn read_cost(item: &Item, report: &mut Report) -> Option<WrittenCost> {
 /// The cost of a rule with [`Cost::Response`], in messages.
 pub fn stated_by(rule: &Rule) -> &'static str {
     match rule.cost {
-        Cost::Response { header: None, .. } => "a cost by `usage` or `bytes`",
+        Cost::Response { source: None, .. } => "a cost by `usage` or `bytes`",
         _ => "a cost from a response header",
     }
 }
@@ -692,17 +692,17 @@ fn resolve_cost(cost: &WrittenCost, table: &Table, rule: &Rule, report: &mut Rep
     let (cost, key) = match cost {
         WrittenCost::Fixed(cost) => (Cost::Fixed(*cost), ""),
         WrittenCost::Stated(CostSource::RequestHeader(header), cost) => {
-            let (header, default) = (header.clone(), cost.default);
-            (Cost::Request { header, default, max: max(&cost.max) }, "default")
+            let (source, default) = (header.clone(), cost.default);
+            (Cost::Request { source, default, max: max(&cost.max) }, "default")
         }
         WrittenCost::Stated(CostSource::ResponseHeader(header), cost) => {
-            let (header, reserve) = (Some(header.clone()), cost.reserve.default_cost());
-            (Cost::Response { header, reserve, max: max(&cost.max) }, "reserve")
+            let (source, reserve) = (Some(header.clone()), cost.reserve.default_cost());
+            (Cost::Response { source, reserve, max: max(&cost.max) }, "reserve")
         }
         // A reserve above a capacity is lowered to it.
         WrittenCost::Stated(CostSource::Usage(_) | CostSource::Bytes(_), cost) => {
             let reserve = cost.reserve.default_cost().min(max(&None));
-            return Cost::Response { header: None, reserve, max: u32::MAX };
+            return Cost::Response { source: None, reserve, max: u32::MAX };
         }
     };
     let Some(item) = table.given("cost") else { return cost };

@@ -139,19 +139,19 @@ impl KeyValue {
 pub enum Cost {
     /// A fixed number.
     Fixed(u32),
-    /// Stated by a request field.
+    /// Stated by the request.
     Request {
-        /// The name of the field.
-        header: String,
-        /// The cost without the field.
+        /// The name of what states it. The caller reads it; decisions get the cost.
+        source: String,
+        /// The cost if the request states none.
         default: u32,
         /// The greatest cost; larger values are reduced to it.
         max: u32,
     },
     /// Stated by the response, and charged after it.
     Response {
-        /// The name of the field that states the cost; `None`: the caller reads the cost elsewhere.
-        header: Option<String>,
+        /// The name of what states the cost, if the caller needs one to find it.
+        source: Option<String>,
         /// Charged before the response, and the whole cost if the response states none.
         reserve: u32,
         /// The greatest cost; larger values are reduced to it.

@@ -96,7 +96,7 @@ impl StoreWindow {
         Segments { period_ms: self.length_ms() }
     }
 
-    /// By how many tokens a refund may lower the usage of this window or the next one, as `refund.lua` does. The store has counted
+    /// By how many tokens a refund may lower the usage of this window or the next one, as the store computes it. The store has counted
     /// `tokens` in the window or segment `number`. `limit`: tokens granted per window.
     pub fn refundable(self, number: u64, limit: u32, tokens: u64, now_ms: u64) -> u64 {
         let not_refundable = match self.kind {

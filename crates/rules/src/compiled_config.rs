@@ -408,7 +408,7 @@ fn trusted_proxies(listen: &Listen) -> Option<TrustedProxies> {
 fn key_fields(config: &Config) -> Vec<HeaderName> {
     let keys = parts(config).filter(|part| HEADER.has(part)).filter_map(KeyPart::name);
     let costs = config.rules.iter().filter_map(|rule| match &rule.cost {
-        Cost::Request { header, .. } => Some(header.as_str()),
+        Cost::Request { source: field, .. } => Some(field.as_str()),
         Cost::Fixed(_) | Cost::Response { .. } => None,
     });
     let routes = config.routes.iter().flat_map(|route| &route.headers).map(|(name, _)| name.as_str());

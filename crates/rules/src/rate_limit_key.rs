@@ -688,11 +688,11 @@ fn capacity(layers: &[Limit]) -> u32 {
 impl RequestCost {
     fn new(rule: &Rule, route: &Route) -> RequestCost {
         match (&rule.cost, route.cost) {
-            (Cost::Response { header: None, reserve, .. }, _) => {
+            (Cost::Response { source: None, reserve, .. }, _) => {
                 let lowered = rule.variants().map(|layers| capacity(layers).min(*reserve));
                 RequestCost::Reserve(lowered.collect())
             }
-            (Cost::Request { header, default, max }, _) => match HeaderName::from_bytes(header.as_bytes()) {
+            (Cost::Request { source: field, default, max }, _) => match HeaderName::from_bytes(field.as_bytes()) {
                 Ok(name) => RequestCost::Header { name, default: *default, max: *max },
                 // The configuration check rejects invalid names.
                 Err(_) => RequestCost::Fixed(*default),

@@ -119,8 +119,8 @@ impl ResponseCosts {
                     counts_bytes = true;
                     rule.bytes.map(StatedCost::Bytes)
                 }
-                (None, Cost::Response { header: Some(header), max, .. }) => {
-                    HeaderName::from_bytes(header.as_bytes()).ok().map(|name| StatedCost::Field { name, max: *max })
+                (None, Cost::Response { source: Some(field), max, .. }) => {
+                    HeaderName::from_bytes(field.as_bytes()).ok().map(|name| StatedCost::Field { name, max: *max })
                 }
                 (None, _) => None,
             };

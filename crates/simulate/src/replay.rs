@@ -351,7 +351,7 @@ impl RuleInputs {
             Some(KeyInput { name: part.to_string(), present: 0, source: Some(source) })
         };
         let cost = match &rule.cost {
-            Cost::Request { header, .. } => Some(HEADER.of_name(header)),
+            Cost::Request { source: field, .. } => Some(HEADER.of_name(field)),
             Cost::Fixed(_) | Cost::Response { .. } => None,
         };
         RuleInputs {

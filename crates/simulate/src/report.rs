@@ -393,10 +393,10 @@ fn notes(read: &ReadCounts, replay: &Replay) -> Vec<String> {
                 .map(|note| format!("rule `{name}`: {note}")),
             );
         }
-        if let Cost::Response { header, reserve, .. } = &rule.cost
+        if let Cost::Response { source, reserve, .. } = &rule.cost
             && inputs.without_response_cost > 0
         {
-            let stated = match header {
+            let stated = match source {
                 Some(name) => format!("response field `{name}`"),
                 None if rule.bytes.is_some() => "sizes that are read".to_owned(),
                 None => "usage".to_owned(),

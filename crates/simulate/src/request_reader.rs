@@ -102,8 +102,8 @@ impl RequestReader {
         request.sort_by(|a, b| a.as_str().cmp(b.as_str()));
         request.dedup();
         let response = config.rules.iter().filter_map(|rule| match &rule.cost {
-            Cost::Response { header: Some(header), .. } => HeaderName::from_bytes(header.as_bytes()).ok(),
-            Cost::Fixed(_) | Cost::Request { .. } | Cost::Response { header: None, .. } => None,
+            Cost::Response { source: Some(field), .. } => HeaderName::from_bytes(field.as_bytes()).ok(),
+            Cost::Fixed(_) | Cost::Request { .. } | Cost::Response { source: None, .. } => None,
         });
         let response = response.collect();
         let costs = config.rules.iter().any(|rule| rule.usage.is_some() || rule.bytes.is_some());

@@ -482,7 +482,7 @@ mod tests {
                 let is_opened = rule.layers[0].windows.are_opened_by_requests();
                 let reserve = rng.bool().then(|| rng.u32(..3));
                 match reserve {
-                    Some(reserve) => rule.cost = Cost::Response { header: None, reserve, max: 20 },
+                    Some(reserve) => rule.cost = Cost::Response { source: None, reserve, max: 20 },
                     None => rule.count_refused = rng.bool(),
                 }
                 let local = Rule { sharing: Sharing::Local, ..rule.clone() };

@@ -207,7 +207,7 @@ fn a_change_of_how_a_layer_counts_is_found() {
     assert_eq!(change(&default, &counting), hour("capacity"));
     let reserving = with_plan(Limit { reserve: 1, ..plain(7, 1) });
     assert_eq!(change(&default, &reserving), Some(("5/minute".to_owned(), "reserve")));
-    let cost = Cost::Response { header: None, reserve: 1, max: 9 };
+    let cost = Cost::Response { source: None, reserve: 1, max: 9 };
     assert_eq!(change(&default, &Rule { cost, ..default.clone() }), Some(("5/minute".to_owned(), "cost")));
     let delaying = Rule { on_limit: delay(5), ..default.clone() };
     assert_eq!(change(&rolling, &delaying), Some(("5/minute".to_owned(), "on_limit")));

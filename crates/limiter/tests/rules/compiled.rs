@@ -96,7 +96,7 @@ fn windows_of_single_clients_are_counted_by_few_names() {
 
 #[test]
 fn rules_and_plans_say_what_they_do() {
-    let costs = [Cost::Fixed(3), Cost::Response { header: None, reserve: 5, max: 9 }];
+    let costs = [Cost::Fixed(3), Cost::Response { source: None, reserve: 5, max: 9 }];
     assert_eq!(costs.map(|cost| cost.default_cost()), [3, 5]);
     let sliding = rule("sliding", vec![limit(5, Windows::Sliding { period_ms: 800 })]);
     let rules = [

@@ -285,7 +285,7 @@ fn a_late_response_cost_is_paid() {
 /// Later windows pay for a cost that exceeds the capacity.
 #[test]
 fn a_response_cost_is_paid_window_by_window() {
-    let cost = Cost::Response { header: Some("cost".to_owned()), reserve: 1, max: 1000 };
+    let cost = Cost::Response { source: Some("cost".to_owned()), reserve: 1, max: 1000 };
     let mut gateway = Gateway::with_large_table(&[Rule {
         cost,
         ..rule("only", vec![Limit { capacity: Some(15), ..plain(10, 100) }])

@@ -41,7 +41,7 @@ fn layer() -> impl Strategy<Value = Limit> {
 
 fn any_rule(name: &'static str) -> impl Strategy<Value = Rule> {
     let on_limit = prop_oneof![Just(OnLimit::Refuse), Just(delay(u64::MAX)), Just(delay(0))];
-    let cost = prop_oneof![Just(Cost::Fixed(1)), Just(Cost::Response { header: None, reserve: 1, max: MOST })];
+    let cost = prop_oneof![Just(Cost::Fixed(1)), Just(Cost::Response { source: None, reserve: 1, max: MOST })];
     (prop::collection::vec(layer(), 1..3), on_limit, cost, any::<bool>()).prop_map(
         move |(mut layers, on_limit, cost, count_refused)| {
             // No two layers of a rule have the same windows.
@@ -139,7 +139,7 @@ fn a_capacity_far_above_the_limit_is_refilled_token_by_token() {
 /// Debt recorded under a limit of one token is read under the largest limit.
 #[test]
 fn a_long_debt_under_another_limit_does_not_overflow() {
-    let cost = Cost::Response { header: None, reserve: 1, max: MOST };
+    let cost = Cost::Response { source: None, reserve: 1, max: MOST };
     let with = |tokens: u32| Rule { cost: cost.clone(), ..rule("only", vec![plain(tokens, PERIOD_MIN_MS)]) };
     let mut gateway = Gateway::with_large_table(&[with(1)]);
     for _ in 0..20 {

@@ -86,7 +86,7 @@ fn rules() -> Vec<Rule> {
     let own = |layers| vec![Override { key: vec![KeyValue::Clear(text("a"))], layers, concurrent: None }];
     let with_capacity = |limit: Limit| Limit { capacity: Some(9), ..limit };
     let sharded = |limit: Limit| Limit { shards: 4, ..limit };
-    let response = || Cost::Response { header: Some(text("x-cost")), reserve: 1, max: 9 };
+    let response = || Cost::Response { source: Some(text("x-cost")), reserve: 1, max: 9 };
     let mut rules: Vec<Rule> = keys.into_iter().map(|key| Rule::new("r", key, OnMissing::Skip, hourly())).collect();
     rules.extend([
         // The name of the rule belongs to the identity; what is done without a key does not.

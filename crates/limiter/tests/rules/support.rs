@@ -248,7 +248,7 @@ fn layers() -> impl Strategy<Value = Vec<Limit>> {
 /// One to three rules with random values in all fields.
 pub fn rules() -> impl Strategy<Value = Vec<Rule>> {
     let key = prop_oneof![3 => Just(CLIENT), 1 => Just(PATH), 1 => Just(KeyPart::GLOBAL)];
-    let cost = prop_oneof![3 => Just(Cost::Fixed(1)), 1 => Just(Cost::Response { header: None, reserve: 1, max: 9 })];
+    let cost = prop_oneof![3 => Just(Cost::Fixed(1)), 1 => Just(Cost::Response { source: None, reserve: 1, max: 9 })];
     let on_limit = prop_oneof![
         3 => Just(OnLimit::Refuse),
         2 => (0..300u64).prop_map(delay),
