@@ -14,10 +14,11 @@ use transom_http::error::ApiError;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionInputs;
 use transom_limiter::handles::{Handle, IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Sharing;
-use transom_limiter::rule_set::{CompiledRule, KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{CompiledRule, KeyedRequest, NotCounted, RuleSet};
 use transom_limiter::verdict::{Outcome, Verdicts, WindowVerdict};
 use transom_limiter::window_kind::WindowKind;
 use transom_rules::PartPosition;
@@ -204,22 +205,10 @@ struct ServedRule {
     client_check: Option<ClientCheck>,
 }
 
-/// What a rule does with the key of a query.
-enum KeyTreatment {
-    Counted(KeyedRequest),
-    /// The key is exempt, or the rule does not apply to it.
-    NotCounted,
-    /// The key names no client.
-    Refused,
-}
-
 /// A rule of a query with its key.
 pub struct KeyedRule {
     pub rule: RuleId,
-    /// `None`: the key is not counted.
-    pub keyed_request: Option<KeyedRequest>,
-    /// Whether the rule refuses the key.
-    pub is_refused: bool,
+    pub found: Result<KeyedRequest, NotCounted>,
     /// The key in the shared store; `None` if the rule is not shared.
     pub store_key: Option<Rc<str>>,
 }
@@ -227,7 +216,12 @@ pub struct KeyedRule {
 impl KeyedRule {
     /// What distinguishes the counters of a rule's keys; `None` if the key is not counted.
     pub fn identity(&self) -> Option<(RuleId, KeyHash)> {
-        Some((self.rule, self.keyed_request?.key))
+        Some((self.rule, self.found.ok()?.key))
+    }
+
+    /// Whether the rule refuses the key.
+    pub fn is_refused(&self) -> bool {
+        self.found.is_err_and(NotCounted::refuses)
     }
 }
 
@@ -321,7 +315,7 @@ impl DecisionService {
             return Ok(DecisionOutcome { allowed: false, retry_at_ms, denied_by: Some(id), ..outcome });
         }
         let outcome = self.run(&rules, query, counters, outputs).await?;
-        Ok(match rules.iter().any(|rule| rule.is_refused) {
+        Ok(match rules.iter().any(KeyedRule::is_refused) {
             true => DecisionOutcome {
                 allowed: false,
                 retry_at_ms: None,
@@ -403,11 +397,10 @@ impl DecisionService {
     ) -> Result<DecisionOutcome, ApiError> {
         let is_check = query.operation == Operation::Check;
         let charge_plan = self.rule_set.query_plan(rules.iter().map(|rule| rule.rule), !is_check);
-        let keyed_requests = || rules.iter().map(|rule| rule.keyed_request);
+        let inputs = rules.iter().map(|rule| rule.found).collect();
         let key_query = KeyQuery {
             charge_plan: &charge_plan,
-            keyed_requests: keyed_requests().collect(),
-            reserve: query.reserve,
+            inputs: DecisionInputs { reserve: query.reserve, ..inputs },
             store_keys: rules.map(|rule| rule.store_key.clone()),
         };
         let decided = counters.decide_query(&key_query, is_check).await;
@@ -425,7 +418,7 @@ impl DecisionService {
             let counted = CountedDecision { configured: &charge_plan, verdicts, has_own_windows: &has_own_windows };
             self.count(&counted, |position| &rules[position], key, outputs);
         }
-        let is_exempt = keyed_requests().all(|keyed_request| keyed_request.is_none());
+        let is_exempt = rules.iter().all(|rule| rule.found.is_err());
         Ok(DecisionOutcome {
             allowed,
             now_ms,
@@ -453,18 +446,19 @@ impl DecisionService {
             retry_at_ms: Some(now_ms),
             windows: Vec::new(),
             lacks_store: false,
-            is_exempt: rules.iter().all(|rule| rule.keyed_request.is_none()),
+            is_exempt: rules.iter().all(|rule| rule.found.is_err()),
             has_unknown_key: false,
             denied_by: None,
             concurrent: Vec::new(),
         };
         for rule in rules {
-            let Some(keyed_request) = rule.keyed_request else { continue };
+            if rule.found.is_err() {
+                continue;
+            }
             let charge_plan = self.rule_set.query_plan([rule.rule], false);
             let key_query = KeyQuery {
                 charge_plan: &charge_plan,
-                keyed_requests: IdVec::from([Some(keyed_request)]),
-                reserve: query.reserve,
+                inputs: DecisionInputs { reserve: query.reserve, ..[rule.found].into_iter().collect() },
                 store_keys: IdVec::from([rule.store_key.clone()]),
             };
             let state = match query.operation {
@@ -510,8 +504,9 @@ impl DecisionService {
 
         for (verdict, rule) in verdicts.rules().map(|verdict| (verdict, rule(verdict.position))) {
             match verdict.outcome() {
-                Outcome::NotCounted if rule.is_refused => metrics.refused(rule.rule),
-                Outcome::NotCounted => metrics.exempt(rule.rule),
+                Outcome::NotCounted(NotCounted::Exempt) => metrics.exempt(rule.rule),
+                Outcome::NotCounted(NotCounted::Skipped) => {}
+                Outcome::NotCounted(NotCounted::UnknownKey | NotCounted::Failed) => metrics.refused(rule.rule),
                 Outcome::Shadowed => metrics.shadowed(rule.rule),
                 Outcome::Refused => metrics.refused(rule.rule),
                 Outcome::RefusedElsewhere => {}
@@ -602,8 +597,7 @@ impl DecisionService {
         let cost = cost.unwrap_or(self.rule_set.rules[rule].rule.cost.default_cost());
         KeyedRule {
             rule,
-            keyed_request: listed.keyed_request.map(|request| KeyedRequest { cost, ..request }),
-            is_refused: false,
+            found: listed.keyed_request.map(|request| KeyedRequest { cost, ..request }).ok_or(NotCounted::Skipped),
             store_key: listed.store_key.as_deref().map(Rc::from),
         }
     }
@@ -648,18 +642,14 @@ impl DecisionService {
         key_use: KeyUse,
     ) -> Result<KeyedRule, ApiError> {
         let rule = values.rule;
-        let (keyed_request, is_refused) = match self.key_treatment(values, caller, key_use)? {
-            KeyTreatment::Counted(keyed_request) => (Some(keyed_request), false),
-            KeyTreatment::NotCounted => (None, false),
-            KeyTreatment::Refused => (None, true),
-        };
+        let found = self.find_key(values, caller, key_use)?;
         let is_shared = key_use.uses_store && self.rule_set.rules[rule].rule.sharing != Sharing::Local;
         let store_key = self.digester.as_ref().filter(|_| is_shared).and_then(|digester| {
             let mut text = String::new();
             let written = self.rules[rule].text_format.write_values(values.key, digester, &mut text);
             written.then(|| text.into())
         });
-        Ok(KeyedRule { rule, keyed_request, is_refused, store_key })
+        Ok(KeyedRule { rule, found, store_key })
     }
 
     /// The rules of a query, each with its key in JSON; secrets as digests.
@@ -690,16 +680,23 @@ impl DecisionService {
             (format.part_name(position), readable)
         };
         let parts = format.parts().map(describe).collect();
-        KeyDescription { is_network_exempt: false, missing: None, is_fallback: false, parts, client }
+        KeyDescription {
+            is_network_exempt: false,
+            is_left_out: false,
+            missing: None,
+            is_fallback: false,
+            parts,
+            client,
+        }
     }
 
     /// What the rule does with the key of a query.
-    fn key_treatment<K: AsRef<str>>(
+    fn find_key<K: AsRef<str>>(
         &self,
         RuleKeyValues { rule, key: values, cost }: &RuleKeyValues<'_, K>,
         (clients, caller): (Option<&ClientPlans>, CallerIdentity<'_>),
         key_use: KeyUse,
-    ) -> Result<KeyTreatment, ApiError> {
+    ) -> Result<Result<KeyedRequest, NotCounted>, ApiError> {
         let (served, rule) = (&self.rules[*rule], &self.rule_set.rules[*rule].rule);
         // A global rule takes no key, and ignores a given one.
         let parts: &[KeyPart] = if rule.key == [KeyPart::GLOBAL] { &[] } else { &rule.key };
@@ -731,7 +728,7 @@ impl DecisionService {
         if let (Some(overrides), Some(address)) = (&served.overrides, caller.address)
             && overrides.exempts(address)
         {
-            return Ok(KeyTreatment::NotCounted);
+            return Ok(Err(NotCounted::Exempt));
         }
         let mut variant = None;
         if let Some(overrides) = served.overrides.as_ref().filter(|overrides| overrides.has_keys()) {
@@ -740,7 +737,7 @@ impl DecisionService {
                 None => key,
             };
             match overrides.treatment_of(known) {
-                Some(RuleTreatment::Exempt) => return Ok(KeyTreatment::NotCounted),
+                Some(RuleTreatment::Exempt) => return Ok(Err(NotCounted::Exempt)),
                 Some(RuleTreatment::Variant(of_key)) => variant = Some(of_key),
                 None => {}
             }
@@ -752,7 +749,7 @@ impl DecisionService {
             // Only the token of a subject without client tells its plan, and so its windows.
             let is_known = |named: CallerIdentity<'_>| named.is_named() && !(key_use.decides && named.is_subject);
             if !check.is_known(|part| is_known(clients.named_by(part, value(part)))) {
-                return unknown_key(check, &rule.on_missing);
+                return unknown_key(check, &rule.on_missing).map(Err);
             }
         }
         let variant_of_plan = || {
@@ -761,14 +758,14 @@ impl DecisionService {
         };
         let variant = variant.unwrap_or_else(variant_of_plan);
         let cost = cost.unwrap_or(rule.cost.default_cost());
-        Ok(KeyTreatment::Counted(KeyedRequest { key, offset, variant, cost }))
+        Ok(Ok(KeyedRequest { key, offset, variant, cost }))
     }
 }
 
 /// What a rule does with a key that names no client.
-fn unknown_key(check: &ClientCheck, on_missing: &OnMissing) -> Result<KeyTreatment, ApiError> {
+fn unknown_key(check: &ClientCheck, on_missing: &OnMissing) -> Result<NotCounted, ApiError> {
     match on_missing {
-        OnMissing::Skip if check.is_missing => Ok(KeyTreatment::NotCounted),
+        OnMissing::Skip if check.is_missing => Ok(NotCounted::Skipped),
         OnMissing::Fallback(parts) if check.is_missing => {
             let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
             let names = names.join("`, `");
@@ -776,7 +773,7 @@ fn unknown_key(check: &ClientCheck, on_missing: &OnMissing) -> Result<KeyTreatme
                 "the key names no client: requests with it are counted by `{names}`, which a query cannot give"
             )))
         }
-        OnMissing::Never | OnMissing::Refuse | OnMissing::Skip | OnMissing::Fallback(_) => Ok(KeyTreatment::Refused),
+        OnMissing::Never | OnMissing::Refuse | OnMissing::Skip | OnMissing::Fallback(_) => Ok(NotCounted::UnknownKey),
     }
 }
 
@@ -981,7 +978,7 @@ mod tests {
                 let of_request =
                     with_request(address, &headers, &tokens, |request| rule_key.keyed_request(request, &lookup));
                 match of_request {
-                    Ok(of_request) => prop_assert_eq!((keyed.keyed_request, keyed.is_refused), (of_request, false)),
+                    Ok(of_request) => prop_assert_eq!(keyed.found, of_request),
                     Err(failure) => {
                         let is_unknown = matches!(
                             failure.error,
@@ -990,7 +987,7 @@ mod tests {
                                 | RequestError::CredentialsMissing(_)
                         );
                         prop_assert!(is_unknown, "{:?}", failure.error);
-                        prop_assert_eq!((keyed.keyed_request, keyed.is_refused), (None, true));
+                        prop_assert_eq!(keyed.found, Err(NotCounted::UnknownKey));
                     }
                 }
             }

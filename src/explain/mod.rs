@@ -25,6 +25,7 @@ use transom_http::error::{ApiError, RequestError};
 use transom_http::request_validation::Schemes;
 use transom_http::{path_normalize, request_validation};
 use transom_jwt::published_keys::PublishedKeys;
+use transom_limiter::decision_context::DecisionInputs;
 use transom_limiter::handles::{IdVec, PlanPosition};
 use transom_limiter::key::Seed;
 use transom_limiter::rule_set::RuleSet;
@@ -209,25 +210,25 @@ impl Explanation {
             _ => read_body(served, &resolved, plan, (question.body.as_bytes(), &parts.headers)),
         });
         resolved.attributes.body = body.as_ref().and_then(|body| body.as_ref().ok());
-        let mut keyed_requests = IdVec::new();
-        let mut error = resolved.find_keys(&mut keyed_requests, |position, found| {
+        let mut inputs = DecisionInputs::default();
+        let mut error = resolved.find_keys(&mut inputs, |position, found| {
             let key = resolved.describe_key(position, &served.readable_digester);
             let sources = |variant| rules.rule_keys[position].reserve_sources(&resolved.attributes, variant);
             self.rules.push(RuleState::new(rules.charge_plan.rule(position), key, found, sources));
         });
         if let Some(Err(body_error)) = &body {
             self.leave_out(&rules.body_rules, "the body cannot be read");
-            let _of_key = resolved.find_keys_without_body(&mut keyed_requests, |_position, _found| ());
+            let _of_key = resolved.find_keys_without_body(&mut inputs, |_position, _found| ());
             error = Some(body_error.clone());
         }
         let error = match error {
-            Some(error) if keyed_requests.iter().all(Option::is_none) => return Err(error),
+            Some(error) if inputs.keyed_requests.iter().all(Option::is_none) => return Err(error),
             error => error,
         };
         let actions = resolved.actions().filter(|_| error.is_none());
         let actions = actions.map(|actions| actions.evaluate(&resolved.variables())).transpose()?;
         let mut unavailable = None;
-        for (position, keyed_request) in keyed_requests.enumerate() {
+        for (position, keyed_request) in inputs.keyed_requests.enumerate() {
             if let Some(keyed_request) = *keyed_request {
                 let store_key = resolved.store_key(position);
                 let rule = rules.charge_plan.rules()[position];

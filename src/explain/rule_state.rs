@@ -12,10 +12,10 @@ use transom_limiter::concurrency::ConcurrencyUsage;
 use transom_limiter::decision::Decision;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::rule::{KeyValue, OnLimit, OnOutage, Sharing};
-use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
+use transom_limiter::rule_set::{CompiledRule, KeyedRequest, NotCounted};
 use transom_limiter::verdict::Outcome;
 use transom_limiter::window_kind::WindowKind;
-use transom_rules::rate_limit_key::{KeyDescription, KeyFailure};
+use transom_rules::rate_limit_key::{FoundKey, KeyDescription, KeyFailure};
 use transom_rules::ratelimit_headers::seconds_until;
 use transom_store::counter_access::CounterAccess;
 use transom_store::decision_queries::{KeyQuery, KeyState};
@@ -24,20 +24,21 @@ use transom_store::shared_decision::Unavailable;
 /// What a rule makes of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RuleResult {
-    /// The rule does not count the request.
-    NotCounted,
+    /// The rule does not count the request. After a failure it may do so nevertheless.
+    NotCounted(NotCounted),
     Admits,
     /// Until this time; `None`: until a slot is free.
     Delays(Option<u64>),
     Refuses,
-    /// The key, the cost or the plan of the request is unknown.
-    Fails,
 }
 
 impl RuleResult {
+    /// The key, the cost or the plan of the request is unknown.
+    const FAILS: RuleResult = RuleResult::NotCounted(NotCounted::Failed);
+
     fn of(outcome: Outcome, decision: &Decision) -> RuleResult {
         match (outcome, decision) {
-            (Outcome::NotCounted, _) => RuleResult::NotCounted,
+            (Outcome::NotCounted(reason), _) => RuleResult::NotCounted(reason),
             (Outcome::Delayed, Decision::Delayed { until_ms, .. }) => RuleResult::Delays(Some(*until_ms)),
             (Outcome::Delayed | Outcome::Waited, _) => RuleResult::Delays(None),
             (Outcome::Refused | Outcome::RefusedElsewhere | Outcome::Shadowed, _) => RuleResult::Refuses,
@@ -124,13 +125,13 @@ impl RuleState {
     pub fn new(
         rule: &CompiledRule,
         key: KeyDescription,
-        found: &Result<Option<KeyedRequest>, KeyFailure>,
+        found: &FoundKey,
         reserve_sources: impl FnOnce(VariantId) -> Option<Vec<&'static str>>,
     ) -> RuleState {
         let (result, reason, keyed_request) = match found {
-            Ok(Some(keyed_request)) => (RuleResult::Admits, String::new(), Some(*keyed_request)),
-            Ok(None) => (RuleResult::NotCounted, reason_not_counted(&key), None),
-            Err(KeyFailure { error, keyed_request }) => (RuleResult::Fails, error_text(error), *keyed_request),
+            Ok(Ok(keyed_request)) => (RuleResult::Admits, String::new(), Some(*keyed_request)),
+            Ok(Err(reason)) => (RuleResult::NotCounted(*reason), reason_not_counted(&key), None),
+            Err(KeyFailure { error, keyed_request }) => (RuleResult::FAILS, error_text(error), *keyed_request),
         };
         RuleState {
             name: rule.rule.name.clone(),
@@ -153,7 +154,7 @@ impl RuleState {
 
     /// The rule does not decide about the request.
     pub fn leave_out(&mut self, reason: &str) {
-        (self.result, self.reason) = (RuleResult::NotCounted, String::from(reason));
+        (self.result, self.reason) = (RuleResult::NotCounted(NotCounted::Skipped), String::from(reason));
         (self.counted, self.reserve_sources, self.concurrent, self.retry_at_ms) = (None, None, None, Some(0));
         self.windows.clear();
     }
@@ -174,8 +175,7 @@ impl RuleState {
         let is_in_store = counters.shared.is_some() && store_key.is_some();
         let query = KeyQuery {
             charge_plan: &charge_plan,
-            keyed_requests: IdVec::from([Some(keyed_request)]),
-            reserve: false,
+            inputs: [Ok(keyed_request)].into_iter().collect(),
             store_keys: IdVec::from([store_key]),
         };
         let state = counters.value(&query).await;
@@ -189,13 +189,13 @@ impl RuleState {
         let mut state = match state {
             Ok(state) => state,
             Err(Unavailable) if self.is_shadow || rule_set.rules[rule].rule.on_outage == OnOutage::Allow => {
-                if self.result != RuleResult::Fails {
+                if self.result != RuleResult::FAILS {
                     self.reason = String::from("the shared store cannot be reached, and the rule allows that");
                 }
                 return Ok(());
             }
             Err(Unavailable) => {
-                self.result = RuleResult::Fails;
+                self.result = RuleResult::FAILS;
                 self.reason = String::from("the shared store cannot be reached, and the rule refuses then");
                 return Err(RequestError::StoreUnavailable);
             }
@@ -210,7 +210,7 @@ impl RuleState {
         self.concurrent = usage.and_then(|usage| Some((compiled_rule.concurrent_name()?.to_owned(), usage)));
         self.windows = WindowState::of(charge_plan.verdicts(context, &decision));
         // A rule that could not read its key or plan keeps its error, unless its windows refuse.
-        let is_failed = self.result == RuleResult::Fails;
+        let is_failed = self.result == RuleResult::FAILS;
         let result = RuleResult::of(verdict.outcome(), &decision);
         if !is_failed || result == RuleResult::Refuses {
             self.result = result;
@@ -263,14 +263,13 @@ impl RuleState {
     /// The result in words.
     pub fn result_name(&self) -> &'static str {
         match self.result {
-            RuleResult::NotCounted => "not counted",
             RuleResult::Admits => "admits",
             RuleResult::Delays(_) if self.is_shadow => "would delay",
             RuleResult::Delays(_) => "delays",
             RuleResult::Refuses if self.is_shadow => "would refuse",
             RuleResult::Refuses => "refuses",
-            RuleResult::Fails if self.is_shadow => "not counted",
-            RuleResult::Fails => "error",
+            RuleResult::NotCounted(reason) if reason.refuses() && !self.is_shadow => "error",
+            RuleResult::NotCounted(_) => "not counted",
         }
     }
 
@@ -357,6 +356,7 @@ pub fn seconds_text(seconds: u64) -> String {
 fn reason_not_counted(key: &KeyDescription) -> String {
     match &key.missing {
         _ if key.is_network_exempt => String::from("the address of the client is in an exempt network"),
+        _ if key.is_left_out => String::from("the body of the request does not meet `when`"),
         Some(missing) if missing.is_unknown => {
             format!("the value of `{}` names no client, and `on_missing_key` is \"skip\"", missing.name)
         }

@@ -5,6 +5,7 @@ use std::fmt;
 use super::route_choice::{ExplainedRoute, Hold};
 use super::rule_state::{Renewal, RuleResult, RuleState, Store, Variant, seconds_text};
 use super::{Decision, Explanation};
+use transom_limiter::rule_set::NotCounted;
 use transom_rules::ratelimit_headers::seconds_until;
 
 impl fmt::Display for Explanation {
@@ -72,14 +73,14 @@ fn title(route: &ExplainedRoute) -> String {
 impl Explanation {
     fn write_rule(&self, rule: &RuleState, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let verb = match (rule.result, rule.is_shadow) {
-            (RuleResult::NotCounted, _) => "does not count the request",
+            (RuleResult::NotCounted(NotCounted::Exempt | NotCounted::Skipped), _) => "does not count the request",
             (RuleResult::Admits, _) => "admits the request",
             (RuleResult::Delays(_), false) => "delays the request",
             (RuleResult::Delays(_), true) => "would delay the request",
             (RuleResult::Refuses, false) => "refuses the request",
             (RuleResult::Refuses, true) => "would refuse the request",
-            (RuleResult::Fails, false) => "cannot count the request",
-            (RuleResult::Fails, true) => "could not count the request",
+            (RuleResult::NotCounted(_), false) => "cannot count the request",
+            (RuleResult::NotCounted(_), true) => "could not count the request",
         };
         let notes = [(rule.is_shadow, ", never enforced (shadow)"), (rule.is_shared, ", shared by gateways")];
         let notes: String = notes.iter().filter(|(applies, _)| *applies).map(|(_, note)| *note).collect();

@@ -166,8 +166,7 @@ impl ByteMeter {
         let charge_plan = &self.request.rules().charge_plan;
         let mut scratch = config.scratch();
         let context = &mut scratch.context;
-        context.inputs.keyed_requests.clear();
-        context.inputs.keyed_requests.extend_from(keyed_requests);
+        context.inputs.repeat(keyed_requests);
         worker.counters.peek(charge_plan, context);
         let mut charges =
             context.charges_of_rule(position).filter(|charge| !charge_plan.layer(charge.layer).is_penalty());

@@ -17,9 +17,8 @@ use super::worker_state::{DecidedBy, WorkerState};
 use transom_http::error::RequestError;
 use transom_limiter::charge_plan::LayerRef;
 use transom_limiter::decision::Decision;
-use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_context::{DecisionContext, DecisionInputs};
 use transom_limiter::handles::{IdVec, PlanPosition};
-use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::store_key::StoreKeys;
 use transom_limiter::waiter_limit::WaiterSlot;
@@ -47,7 +46,7 @@ pub struct StoreCharges {
 pub struct DelayedRequest {
     until_ms: u64,
     rules_id: RouteRulesId,
-    keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
+    inputs: DecisionInputs,
     /// Layers to charge again when the window opens.
     to_recharge: Vec<LayerRef>,
     /// What was charged locally; empty once the request passes.
@@ -77,7 +76,7 @@ impl DelayedRequest {
         Some(Box::new(DelayedRequest {
             until_ms,
             rules_id,
-            keyed_requests: context.inputs.keyed_requests.clone(),
+            inputs: context.inputs.clone(),
             to_recharge,
             receipts: context.all_receipts().collect(),
             charges: charge_plan.rules().ids().map(|position| RuleCharges::of(context, position)).collect(),
@@ -102,7 +101,7 @@ impl DelayedRequest {
                 self.receipts.clear();
                 self.store_charges.refunds.clear();
                 let counters = &self.worker.counters;
-                return Ok(self.config.rate_limit_fields(self.rules_id, &self.keyed_requests, counters));
+                return Ok(self.config.rate_limit_fields(self.rules_id, &self.inputs.keyed_requests, counters));
             }
             self.recharge(record, pending_cost).await?;
         }
@@ -130,7 +129,7 @@ impl DelayedRequest {
         let rules = &served.route_rules[self.rules_id];
         let charge_plan = &rules.charge_plan;
         let mut context = self.config.scratch().context.clone();
-        context.inputs.keyed_requests.clone_from(&self.keyed_requests);
+        context.inputs.clone_from(&self.inputs);
         let to_recharge = std::mem::take(&mut self.to_recharge);
         let worker = Rc::clone(&self.worker);
         let outcome = worker.counters.recharge(charge_plan, to_recharge, context, &self.store_charges.keys).await;
@@ -195,7 +194,7 @@ impl DelayedRequest {
     fn keys(&self) -> RequestKeys<'_> {
         RequestKeys {
             charge_plan: &self.config.served.route_rules[self.rules_id].charge_plan,
-            keyed_requests: &self.keyed_requests,
+            keyed_requests: &self.inputs.keyed_requests,
             store_keys: &self.store_charges.keys,
         }
     }

@@ -44,9 +44,10 @@ use transom_http::websocket_handshake::UpgradeMethod;
 use transom_http::{forward_auth, headers, path_normalize, request_validation};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::rule_set::NotCounted;
 use transom_rules::access::AccessControl;
 use transom_rules::ratelimit_headers::RateLimitFields;
-use transom_rules::resolved_request::{FoundKey, NotCounted, RequestView, ResolvedRequest};
+use transom_rules::resolved_request::{RequestView, ResolvedRequest};
 use transom_rules::responses::{self, LocalResponse, RefusedRequest, WrittenRefusal};
 use transom_rules::route_actions::{AppliedActions, RouteActions};
 use transom_runtime::clock::Timestamp;
@@ -459,7 +460,7 @@ fn decide_by_rules(
         // An unread body stays unread: the rules refuse the request whatever it says.
         body => body,
     };
-    let error = find_keys(config, resolved, &body, context, record)?;
+    let error = find_keys(config, resolved, &body, context)?;
     charge_plan.prefetch(&worker.counters.table, &context.inputs.keyed_requests);
     let actions = resolved.actions().filter(|_| error.is_none());
     let actions = actions.map(|actions| actions.evaluate(&resolved.variables())).transpose()?;
@@ -503,25 +504,28 @@ fn find_keys(
     resolved: &ResolvedRequest<'_>,
     body: &BodyState,
     context: &mut DecisionContext,
-    record: &mut RequestRecord,
 ) -> Result<Option<Box<RequestError>>, RequestError> {
-    let found = |position, found: &FoundKey| match resolved.why_not_counted(position, found) {
-        Some(NotCounted::Exempt) => record.record_exemption(position),
-        Some(NotCounted::Shadowed) => config.route_metrics[resolved.route_id].shadowed(position),
-        Some(NotCounted::Skipped) | None => {}
-    };
-    let keyed_requests = &mut context.inputs.keyed_requests;
+    let inputs = &mut context.inputs;
     let error = match body {
-        BodyState::Known => resolved.find_keys(keyed_requests, found),
-        BodyState::Unread(_) => resolved.find_keys_without_body(keyed_requests, found),
+        BodyState::Known => resolved.find_keys(inputs, |_position, _found| ()),
+        BodyState::Unread(_) => resolved.find_keys_without_body(inputs, |_position, _found| ()),
         BodyState::Failed(error) => {
-            let _of_key = resolved.find_keys_without_body(keyed_requests, found);
+            let _of_key = resolved.find_keys_without_body(inputs, |_position, _found| ());
             Some((**error).clone())
         }
     };
+    // Counted here, because a request without a key under any rule gets no decision.
+    let metrics = &config.route_metrics[resolved.route_id];
+    for (position, reason) in &inputs.uncounted {
+        match reason {
+            NotCounted::Exempt => metrics.exempt(*position),
+            NotCounted::Failed if resolved.rules.charge_plan.is_shadow(*position) => metrics.shadowed(*position),
+            NotCounted::Skipped | NotCounted::UnknownKey | NotCounted::Failed => {}
+        }
+    }
     match error {
         // No rule has a key to charge.
-        Some(error) if keyed_requests.iter().all(Option::is_none) => Err(error),
+        Some(error) if inputs.keyed_requests.iter().all(Option::is_none) => Err(error),
         error => Ok(error.map(Box::new)),
     }
 }
@@ -579,7 +583,7 @@ fn state_of_needed_body(
 #[cold]
 fn is_refused_unread(worker: &WorkerState, resolved: &ResolvedRequest<'_>, context: &mut DecisionContext) -> bool {
     resolved.rules.may_refuse_unread && {
-        let _error = resolved.find_keys_without_body(&mut context.inputs.keyed_requests, |_position, _found| ());
+        let _error = resolved.find_keys_without_body(&mut context.inputs, |_position, _found| ());
         worker.counters.refuses(&resolved.rules.charge_plan, context)
     }
 }

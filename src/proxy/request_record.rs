@@ -35,6 +35,7 @@ use transom_limiter::concurrency::{Slot, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
+use transom_limiter::rule_set::NotCounted;
 use transom_limiter::verdict::{Outcome, Verdict, Verdicts};
 use transom_rules::RouteRulesId;
 use transom_rules::access::Denial;
@@ -75,8 +76,6 @@ struct PendingEntry {
     scheme: &'static str,
     /// The key of each rule, where one may be logged.
     keys: IdVec<PlanPosition, String>,
-    /// Positions of the rules that exempt the request.
-    exempt: Vec<PlanPosition>,
     /// Since when the rules make the request wait.
     delayed_since: Option<Instant>,
     forwarded: Option<Forwarded>,
@@ -112,7 +111,6 @@ impl RequestRecord {
                 span,
                 scheme: if client.is_secure { "https" } else { "http" },
                 keys: IdVec::new(),
-                exempt: Vec::new(),
                 delayed_since: None,
                 forwarded: None,
                 upload: None,
@@ -200,14 +198,6 @@ impl RequestRecord {
         }
     }
 
-    /// Counts a request that the rule at this position exempts.
-    pub fn record_exemption(&mut self, position: PlanPosition) {
-        self.route_metrics().exempt(position);
-        if let Some(log) = &mut self.log {
-            log.exempt.push(position);
-        }
-    }
-
     /// Counts the bytes of the request body for the access log.
     pub fn set_upload(&mut self, upload: Option<Rc<UploadProgress>>) {
         if let Some(log) = &mut self.log {
@@ -283,8 +273,8 @@ impl RequestRecord {
                 Outcome::Delayed => metrics.delayed(verdict.position),
                 Outcome::Refused => metrics.refused(verdict.position),
                 Outcome::Shadowed if !verdicts.is_refused() => metrics.shadowed(verdict.position),
-                // Waiting requests are counted when they begin to wait, exempt ones where their key is found.
-                Outcome::Shadowed | Outcome::Waited | Outcome::NotCounted | Outcome::RefusedElsewhere => {}
+                // Waiting requests are counted when they begin to wait, those that are not counted where keys are found.
+                Outcome::Shadowed | Outcome::Waited | Outcome::NotCounted(_) | Outcome::RefusedElsewhere => {}
             }
         }
         self.log_decision(verdicts);
@@ -320,9 +310,11 @@ impl RequestRecord {
                 Outcome::Delayed | Outcome::Waited => RuleDecision::Delayed,
                 Outcome::Shadowed => RuleDecision::Shadowed,
                 Outcome::Refused => RuleDecision::Refused,
-                Outcome::NotCounted if log.exempt.contains(&verdict.position) => RuleDecision::Exempt,
-                // The request lacks the key, and the rule skips it.
-                Outcome::NotCounted => return None,
+                Outcome::NotCounted(NotCounted::Exempt) => RuleDecision::Exempt,
+                Outcome::NotCounted(reason) if reason.refuses() && verdict.rule().rule.is_shadow() => {
+                    RuleDecision::Shadowed
+                }
+                Outcome::NotCounted(_) => return None,
             };
             Some((verdict.rule().rule.name.clone(), decision))
         });

@@ -441,8 +441,7 @@ impl WorkerConfig {
         let RouteRules { charge_plan, rate_limit_template, .. } = &self.served.route_rules[rules_id];
         let mut scratch = self.scratch();
         let DecisionBuffers { context, text, .. } = &mut *scratch;
-        context.inputs.keyed_requests.clear();
-        context.inputs.keyed_requests.extend_from(keyed_requests);
+        context.inputs.repeat(keyed_requests);
         counters.peek(charge_plan, context);
         let policy = self.policy_fields[rules_id].as_ref();
         rate_limit_template.render(context, policy, context.result.decided_ms, text)

@@ -34,7 +34,7 @@ use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{Handle as _, IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Plan, Rule};
-use transom_limiter::rule_set::{KeyedRequest, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, NotCounted, RuleSet};
 use transom_limiter::verdict::{Verdicts, WindowVerdict};
 use transom_limiter::window::Windows;
 use transom_rules::compiled_config::CompiledConfig;
@@ -189,8 +189,8 @@ impl ServiceConfig {
                     call.plan.stated.as_ref().map(|_| DecisionContext::for_worker(worker.worker_id.index() as u32));
                 let context = own_context.as_mut().unwrap_or(context);
                 context.inputs.reserve = false;
-                context.inputs.keyed_requests.clear();
-                context.inputs.keyed_requests.extend(call.rules.iter().map(|rule| rule.keyed.keyed_request));
+                context.inputs.clear();
+                call.rules.iter().for_each(|rule| context.inputs.push(rule.keyed.found));
                 charge_plan.prefetch(&worker.counters.table, &context.inputs.keyed_requests);
                 context.result.concurrency.clear();
                 let store_key = |position: PlanPosition| call.rules[position].keyed.store_key.clone();
@@ -279,27 +279,22 @@ impl ServiceConfig {
         let mut positions = SmallVec::new();
         for (source, keyed_rule) in keyed_rules.enumerate() {
             // The value comes from a client. An error would let the request pass.
-            let refused = |_unusable| KeyedRule {
-                rule: matched[source].rule,
-                keyed_request: None,
-                is_refused: true,
-                store_key: None,
-            };
+            let refused =
+                |_unusable| KeyedRule { rule: matched[source].rule, found: Err(NotCounted::Failed), store_key: None };
             let mut rule = keyed_rule.unwrap_or_else(refused);
             // A stated limit precedes plans and overrides.
             let variant_of = |request: &KeyedRequest| match matched[source].limit {
                 Some(_) => VariantId::DEFAULT,
                 None => request.variant,
             };
-            rule.keyed_request =
-                rule.keyed_request.map(|request| KeyedRequest { variant: variant_of(&request), ..request });
+            rule.found = rule.found.map(|request| KeyedRequest { variant: variant_of(&request), ..request });
             let identity = rule.identity();
             let mut same = rules
                 .enumerate_mut()
                 .filter(|(_, other)| identity.is_some() && other.keyed.identity() == identity)
                 .map(|(position, other)| (position, &mut other.keyed));
-            match (same.next(), rule.keyed_request) {
-                (Some((position, KeyedRule { keyed_request: Some(total), .. })), Some(keyed_request)) => {
+            match (same.next(), rule.found) {
+                (Some((position, KeyedRule { found: Ok(total), .. })), Ok(keyed_request)) => {
                     total.cost = total.cost.saturating_add(keyed_request.cost);
                     positions.push(position);
                 }
@@ -368,14 +363,13 @@ impl ServiceConfig {
     async fn check(&self, worker: &WorkerState, call: &Call<'_>) -> Result<Option<DecisionContext>, Unavailable> {
         let rule_set = call.plan.charge_plan.rule_set();
         let charge_plan = &rule_set.immediate_plan(call.plan.charge_plan.rules().iter().copied(), false);
-        let keyed_requests = call.rules.iter().map(|rule| {
+        let inputs = call.rules.iter().map(|rule| {
             let least = if call.matched[rule.source].is_check() { 1 } else { 0 };
-            rule.keyed.keyed_request.map(|request| KeyedRequest { cost: request.cost.max(least), ..request })
+            rule.keyed.found.map(|request| KeyedRequest { cost: request.cost.max(least), ..request })
         });
         let query = KeyQuery {
             charge_plan,
-            keyed_requests: keyed_requests.collect(),
-            reserve: false,
+            inputs: inputs.collect(),
             store_keys: call.rules.map(|rule| rule.keyed.store_key.clone()),
         };
         let (decision, context) = worker.counters.decide_query(&query, true).await?;
@@ -420,7 +414,7 @@ impl ServiceConfig {
         };
         // Envoy sets the length itself.
         headers.remove(CONTENT_LENGTH);
-        let is_over_limit = verdicts.is_refused() || rules.iter().any(|rule| rule.keyed.is_refused);
+        let is_over_limit = verdicts.is_refused() || rules.iter().any(|rule| rule.keyed.is_refused());
         self.calls.answered(is_over_limit);
         encode(&RateLimitResponse {
             overall_code: code(is_over_limit),
@@ -513,7 +507,7 @@ fn status(call: &Call<'_>, descriptor: usize, verdicts: Verdicts<'_>, now_ms: u6
         matched.any(|(matched, of)| matched.descriptor == descriptor && *of == position)
     };
     let mut called = call.rules.enumerate();
-    let is_refused_key = called.any(|(position, rule)| rule.keyed.is_refused && answers(position));
+    let is_refused_key = called.any(|(position, rule)| rule.keyed.is_refused() && answers(position));
     let is_answer = |window: &WindowVerdict<'_>| answers(window.layer().position) && !window.rule().rule.is_shadow();
     let windows = verdicts.windows().filter(is_answer).filter(|window| !window.is_penalty()).map(|window| {
         let usage = window.stated_usage();

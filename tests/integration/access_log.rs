@@ -84,8 +84,9 @@ fn exempt_rules_are_logged_and_skipping_ones_are_not() {
         "[upstreams.u]\nbuiltin = \"echo\"\n\
          [rules.per-user]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"1/366d\"]\n\
          exemptions = [\"key:monitor\"]\n\
+         [rules.dry]\nkey = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [\"9/366d\"]\non_limit = \"shadow\"\n\
          [rules.all]\nkey = \"global\"\nwindows = [\"4/366d\"]\nexemptions = [\"127.0.0.2/32\"]\n\
-         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"per-user\", \"all\"]\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"per-user\", \"dry\", \"all\"]\n\
          [access_log]\nfile = {file:?}\n"
     ));
     for (user, status) in
@@ -94,12 +95,13 @@ fn exempt_rules_are_logged_and_skipping_ones_are_not() {
         let user = user.map(|user| ("X-User", user));
         gateway.get_with("/a", user.as_slice()).expect(status);
     }
-    let exempt = |decision: &str| json!({ "per-user": "exempt", "all": decision });
+    let exempt = |decision: &str| json!({ "per-user": "exempt", "dry": "admitted", "all": decision });
     let rules = [
         exempt("admitted"),
         exempt("admitted"),
-        json!({ "all": "admitted" }),
-        json!({ "per-user": "admitted", "all": "admitted" }),
+        // A shadow rule without its key would have refused the request.
+        json!({ "dry": "shadowed", "all": "admitted" }),
+        json!({ "per-user": "admitted", "dry": "admitted", "all": "admitted" }),
         exempt("refused"),
     ];
     let lines = wait_for_lines(&file, 5);

@@ -246,6 +246,19 @@ fn an_exempt_key_is_reported() {
     }
 }
 
+/// Keys that name no client, and that the rule skips, are not.
+#[test]
+fn metrics_count_only_exempt_keys_as_exempt() {
+    let rule = "[rules.r]\nkey = \"header:x-api-key\"\non_missing_key = \"skip\"\non_unknown_key = \"missing\"\n\
+                windows = [\"9/hour\"]\nexemptions = [\"key:monitor\"]\n\
+                [rules.r.plans]\ngold = { windows = [\"9/hour\"] }\nsilver = { windows = [\"9/hour\"] }\n";
+    let gateway = Gateway::start_with(&config_with(&format!("{CLIENTS}{rule}"), "\"r\""), &clients_file());
+    for key in ["guess", "monitor"] {
+        assert_eq!(query(&gateway, "limit", json!({"rule": "r", "key": key}))["exempt"], true, "{key}");
+    }
+    assert_eq!(gateway.metrics().sum("transom_decisions_total", &[("rule", "r"), ("outcome", "exempt")]), 1);
+}
+
 #[test]
 fn a_cost_above_the_limit_has_no_retry_time() {
     let gateway = Gateway::start(&config_with(PER_USER, "\"per-client\""));

@@ -1274,6 +1274,20 @@ fn a_body_is_explained_as_the_gateway_treats_it() {
     gateway.client().request("POST", "/a", &[("Content-Length", "9999999")], b"").expect(413);
 }
 
+#[test]
+fn a_condition_on_the_body_is_explained() {
+    let rule =
+        "[rules.large]\nkey = \"global\"\nwindows = [\"9/day\"]\nwhen = { json = \"/model\", in = [\"large\"] }\n";
+    let gateway = Gateway::start(&format!(
+        "[upstreams.u]\nbuiltin = \"echo\"\n{rule}[[routes]]\npath = \"/a\"\nupstream = \"u\"\nrules = [\"large\"]\n"
+    ));
+    for (model, reason) in [("large", "there is room"), ("small", "the body of the request does not meet `when`")] {
+        let body = json!({ "model": model }).to_string();
+        let found = explain(&gateway, &json!({"method": "POST", "url": "http://a/a", "body": body}));
+        assert_eq!(found["rules"][0]["reason"], reason);
+    }
+}
+
 /// The gateway reads the file with the token again when it changes, and so does the command.
 #[test]
 fn the_command_sends_the_token() {

@@ -5,7 +5,7 @@ use crate::acquire::Charge;
 use crate::charge_plan::{LayerCharge, LayerRef};
 use crate::concurrency::ConcurrencyUsage;
 use crate::handles::{ChargePosition, IdVec, PlanPosition, VariantId, WindowsId};
-use crate::rule_set::{CompiledLayer, CountingMode, KeyedRequest, RuleSet};
+use crate::rule_set::{CompiledLayer, CountingMode, KeyedRequest, NotCounted, RuleSet};
 use crate::sharded_counter::ShardReceipt;
 use crate::window::Window;
 
@@ -28,8 +28,10 @@ pub struct DecisionContext {
 /// The request to decide.
 #[derive(Clone, Debug, Default)]
 pub struct DecisionInputs {
-    /// The request under each rule of the charge plan; `None` where the rule does not apply.
+    /// The request under each rule of the charge plan; `None` where the rule does not count it.
     pub keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
+    /// Why rules do not count the request. A rule that is missing here skips it.
+    pub uncounted: Vec<(PlanPosition, NotCounted)>,
     /// Whether the request may take tokens of later windows, in layers that have a reserve.
     pub reserve: bool,
     /// The shard to charge first where a counter is sharded: the number of the worker.
@@ -89,6 +91,47 @@ pub(super) struct Scratch {
     pub layer_buffer: Vec<LayerRef>,
 }
 
+impl DecisionInputs {
+    /// Removes the request.
+    #[inline]
+    pub fn clear(&mut self) {
+        self.keyed_requests.clear();
+        self.uncounted.clear();
+    }
+
+    /// Adds the request under the next rule of the charge plan.
+    #[inline]
+    pub fn push(&mut self, found: Result<KeyedRequest, NotCounted>) {
+        match found {
+            Ok(keyed_request) => {
+                self.keyed_requests.push(Some(keyed_request));
+            }
+            Err(reason) => self.uncounted.push((self.keyed_requests.push(None), reason)),
+        }
+    }
+
+    /// Replaces the request by one that was decided before.
+    pub fn repeat(&mut self, keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>) {
+        self.clear();
+        self.keyed_requests.extend_from(keyed_requests);
+    }
+
+    /// Why the rule at a position does not count the request.
+    #[cold]
+    pub(super) fn not_counted(&self, position: PlanPosition) -> NotCounted {
+        let of_rule = self.uncounted.iter().find(|(uncounted, _)| *uncounted == position);
+        of_rule.map_or(NotCounted::Skipped, |(_, reason)| *reason)
+    }
+}
+
+impl FromIterator<Result<KeyedRequest, NotCounted>> for DecisionInputs {
+    fn from_iter<T: IntoIterator<Item = Result<KeyedRequest, NotCounted>>>(found: T) -> DecisionInputs {
+        let mut inputs = DecisionInputs::default();
+        found.into_iter().for_each(|found| inputs.push(found));
+        inputs
+    }
+}
+
 impl SharingState {
     /// How a layer is counted; `None` where no rule is shared.
     #[inline]
@@ -111,7 +154,7 @@ impl DecisionContext {
 
     /// Forgets everything that belongs to one rule set or request, so that a decision of another rule set can follow.
     pub(super) fn reset_rule_set(&mut self) {
-        self.inputs.keyed_requests.clear();
+        self.inputs.clear();
         self.inputs.reserve = false;
         self.sharing.counting_modes.clear();
         self.scratch.windows.clear();

@@ -34,6 +34,29 @@ pub struct KeyedRequest {
     pub cost: u32,
 }
 
+/// Why a rule does not count a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NotCounted {
+    /// The request is exempt.
+    Exempt,
+    /// The request lacks the key, and the rule skips it; or the rule counts other requests only, or was not asked.
+    Skipped,
+    /// The rule refuses the key, because it is none of those known.
+    UnknownKey,
+    /// The key or the cost of the request cannot be found.
+    Failed,
+}
+
+impl NotCounted {
+    /// Whether the rule, unless it is a shadow rule, refuses the request.
+    pub fn refuses(self) -> bool {
+        match self {
+            NotCounted::Exempt | NotCounted::Skipped => false,
+            NotCounted::UnknownKey | NotCounted::Failed => true,
+        }
+    }
+}
+
 /// How a rule is counted in one decision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CountingMode {

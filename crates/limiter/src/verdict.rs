@@ -7,7 +7,7 @@ use crate::concurrency::{ConcurrencyUsage, SlotState};
 use crate::decision::Decision;
 use crate::decision_context::DecisionContext;
 use crate::handles::{IdVec, LimitNameId, PlanPosition, RuleId};
-use crate::rule_set::{CompiledLayer, CompiledRule, KeyedRequest};
+use crate::rule_set::{CompiledLayer, CompiledRule, KeyedRequest, NotCounted};
 use crate::table::Counter;
 use crate::window::Windows;
 use crate::window_kind::{Usage, WindowKind};
@@ -15,8 +15,8 @@ use crate::window_kind::{Usage, WindowKind};
 /// What one rule decided about a request, without the figures.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Outcome {
-    /// The rule does not count the request: it is exempt, or its key was not found.
-    NotCounted,
+    /// The rule does not count the request.
+    NotCounted(NotCounted),
     /// The windows of the rule had enough tokens.
     Admitted,
     /// A window of the rule lets the request wait: of several such rules, the first.
@@ -167,7 +167,7 @@ impl<'a> Verdict<'a> {
             return Outcome::Shadowed;
         }
         if self.keyed_request().is_none() {
-            return Outcome::NotCounted;
+            return Outcome::NotCounted(context.inputs.not_counted(self.position));
         }
         let mut charges = context.charges_of_rule(self.position);
         match decision {

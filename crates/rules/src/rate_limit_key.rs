@@ -26,7 +26,7 @@ use transom_limiter::identity;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule};
-use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
+use transom_limiter::rule_set::{CompiledRule, KeyedRequest, NotCounted};
 use transom_usage::decimal::Decimal;
 use transom_usage::learnt_cost::LearntCosts;
 use transom_usage::request_body::BodyValues;
@@ -160,6 +160,9 @@ impl PartSource {
     }
 }
 
+/// What a rule makes of a request: its key, or why the rule does not count it, or an error.
+pub type FoundKey = Result<Result<KeyedRequest, NotCounted>, KeyFailure>;
+
 /// Why the key, plan or cost of a request under a rule is unknown.
 #[derive(PartialEq, Eq, Debug)]
 pub struct KeyFailure {
@@ -182,6 +185,8 @@ const SHORT_DIGEST_DIGITS: usize = 8;
 pub struct KeyDescription {
     /// Whether the address of the client is exempt.
     pub is_network_exempt: bool,
+    /// Whether the rule counts other requests only, by the condition on their bodies.
+    pub is_left_out: bool,
     /// Why another key applies, or none.
     pub missing: Option<MissingKeyPart>,
     /// Whether the key is the one of `on_missing_key`.
@@ -288,24 +293,20 @@ impl RuleKey {
         Overrides::new(rule, &key_hasher(seed, rule.hash_prefix, None), plans)
     }
 
-    /// The key, variant and cost of a request under the rule; `None` if the rule does not apply to the request.
-    pub fn keyed_request(
-        &self,
-        request: &RequestAttributes<'_>,
-        clients: &ClientLookup<'_>,
-    ) -> Result<Option<KeyedRequest>, KeyFailure> {
+    /// The key, variant and cost of a request under the rule, or why the rule does not count the request.
+    pub fn keyed_request(&self, request: &RequestAttributes<'_>, clients: &ClientLookup<'_>) -> FoundKey {
         if self.overrides.as_ref().is_some_and(|overrides| overrides.exempts(request.address)) {
-            return Ok(None);
+            return Ok(Err(NotCounted::Exempt));
         }
         if self.condition.as_ref().is_some_and(|condition| !holds(condition, request.body)) {
-            return Ok(None);
+            return Ok(Err(NotCounted::Skipped));
         }
-        let Some((key, offset)) = self.key_hash(request, clients)? else { return Ok(None) };
+        let Some((key, offset)) = self.key_hash(request, clients)? else { return Ok(Err(NotCounted::Skipped)) };
         let keyed_request = |variant, cost| KeyedRequest { key, offset, variant, cost };
         let treatment = self.overrides.as_ref().map(|overrides| self.treatment(overrides, key, request, clients));
         let variant = match treatment {
             None => VariantId::DEFAULT,
-            Some(Ok(RuleTreatment::Exempt)) => return Ok(None),
+            Some(Ok(RuleTreatment::Exempt)) => return Ok(Err(NotCounted::Exempt)),
             Some(Ok(RuleTreatment::Variant(variant))) => variant,
             Some(Err(error)) => {
                 let cost = self.cost.of_request(request, &self.rule, VariantId::DEFAULT).ok();
@@ -315,7 +316,7 @@ impl RuleKey {
                 });
             }
         };
-        Ok(Some(keyed_request(variant, self.cost.of_request(request, &self.rule, variant)?)))
+        Ok(Ok(keyed_request(variant, self.cost.of_request(request, &self.rule, variant)?)))
     }
 
     /// Of a request whose body is not known, with what was reserved for it by its body.
@@ -335,15 +336,6 @@ impl RuleKey {
                 Some(sources)
             }
         }
-    }
-
-    /// Whether the rule exempts a request for which [`RuleKey::keyed_request`] has found no key. Otherwise the rule skips the
-    /// request, because it lacks the key, or the condition of the rule does not hold.
-    #[cold]
-    pub fn is_exempt(&self, request: &RequestAttributes<'_>, clients: &ClientLookup<'_>) -> bool {
-        let is_in_network = self.overrides.as_ref().is_some_and(|overrides| overrides.exempts(request.address));
-        let is_counted = self.condition.as_ref().is_none_or(|condition| holds(condition, request.body));
-        is_in_network || is_counted && matches!(self.key_hash(request, clients), Ok(Some(_)))
     }
 
     /// How the rule treats a key. An override of the key takes precedence over the plan of the client.
@@ -489,6 +481,7 @@ impl RuleKey {
         let (parts, client) = fallback.unwrap_or(&self.key).describe(request, clients, digester);
         KeyDescription {
             is_network_exempt: self.overrides.as_ref().is_some_and(|overrides| overrides.exempts(request.address)),
+            is_left_out: self.condition.as_ref().is_some_and(|condition| !holds(condition, request.body)),
             missing,
             is_fallback: fallback.is_some(),
             parts,
@@ -790,6 +783,7 @@ pub mod tests {
     pub fn resolve(rule: &RuleKey, address: &str, headers: &HeaderMap) -> Result<Option<KeyedRequest>, RequestError> {
         let tokens = TokenCache::new(TokenVerifier::default(), Vec::new(), KeyHasher::new(SEED, 0));
         with_request(address, headers, &tokens, |request| rule.keyed_request(request, &ClientLookup::new(None)))
+            .map(Result::ok)
             .map_err(|failure| failure.error)
     }
 
@@ -925,7 +919,7 @@ pub mod tests {
                 let lookup = ClientLookup::new(Some(&clients));
                 let keyed =
                     with_request("10.0.0.1", &headers, &tokens, |request| rule_key.keyed_request(request, &lookup));
-                let Ok(Some(keyed)) = keyed else { return false };
+                let Ok(Ok(keyed)) = keyed else { return false };
                 context.inputs.keyed_requests.clear();
                 context.inputs.keyed_requests.push(Some(keyed));
                 let now = DecisionTime::read(&|| 1_000_000);

@@ -10,7 +10,7 @@ use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
 use crate::access::{AccessControl, Denial, DenyList};
 use crate::client_plans::{ClientLookup, ClientPlans, KnownClient};
 use crate::key_source::{ConnectionValues, RequestAttributes};
-use crate::rate_limit_key::{KeyDescription, KeyFailure};
+use crate::rate_limit_key::{FoundKey, KeyDescription, KeyFailure};
 use crate::route_actions::{RouteActions, TemplateVariables};
 use crate::router::{Ambiguity, RouteQuery};
 use crate::store_key_text::KeyDigester;
@@ -20,9 +20,10 @@ use transom_http::error::RequestError;
 use transom_http::request_validation::ValidatedRequest;
 use transom_http::websocket_handshake::UpgradeMethod;
 use transom_jwt::cache::TokenCache;
-use transom_limiter::handles::{IdVec, PlanPosition};
+use transom_limiter::decision_context::DecisionInputs;
+use transom_limiter::handles::PlanPosition;
 use transom_limiter::rule::Sharing;
-use transom_limiter::rule_set::KeyedRequest;
+use transom_limiter::rule_set::NotCounted;
 use transom_limiter::store_key::StoreKeys;
 use transom_usage::request_body::BodyValues;
 
@@ -54,19 +55,6 @@ pub struct ResolvedRequest<'a> {
     pub attributes: RequestAttributes<'a>,
     pub clients: ClientLookup<'a>,
     is_secure: bool,
-}
-
-/// What a rule makes of the key of a request; see [`RuleKey::keyed_request`](crate::rate_limit_key::RuleKey::keyed_request).
-pub type FoundKey = Result<Option<KeyedRequest>, KeyFailure>;
-
-/// Why a rule does not count a request.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum NotCounted {
-    Exempt,
-    /// The request lacks the key, and the rule skips it, or the rule does not count requests with such a body.
-    Skipped,
-    /// The key cannot be found, and the rule is a shadow rule.
-    Shadowed,
 }
 
 impl<'a> RequestView<'a> {
@@ -166,61 +154,48 @@ impl<'a> ResolvedRequest<'a> {
     #[inline]
     pub fn find_keys(
         &self,
-        keyed_requests: &mut IdVec<PlanPosition, Option<KeyedRequest>>,
+        inputs: &mut DecisionInputs,
         found: impl FnMut(PlanPosition, &FoundKey),
     ) -> Option<RequestError> {
-        self.find_keys_of(|_position| true, keyed_requests, found)
+        self.find_keys_of(|_position| true, inputs, found)
     }
 
     /// As [`ResolvedRequest::find_keys`], of the rules that do not depend on the body.
     pub fn find_keys_without_body(
         &self,
-        keyed_requests: &mut IdVec<PlanPosition, Option<KeyedRequest>>,
+        inputs: &mut DecisionInputs,
         found: impl FnMut(PlanPosition, &FoundKey),
     ) -> Option<RequestError> {
-        self.find_keys_of(|position| !self.rules.body_rules.contains(&position), keyed_requests, found)
+        self.find_keys_of(|position| !self.rules.body_rules.contains(&position), inputs, found)
     }
 
     #[inline(always)]
     fn find_keys_of(
         &self,
         is_included: impl Fn(PlanPosition) -> bool,
-        keyed_requests: &mut IdVec<PlanPosition, Option<KeyedRequest>>,
+        inputs: &mut DecisionInputs,
         mut found: impl FnMut(PlanPosition, &FoundKey),
     ) -> Option<RequestError> {
         let mut first_error = None;
-        keyed_requests.clear();
+        inputs.clear();
         for (position, rule_key) in self.rules.rule_keys.enumerate() {
             if !is_included(position) {
-                keyed_requests.push(None);
+                inputs.push(Err(NotCounted::Skipped));
                 continue;
             }
             let key = rule_key.keyed_request(&self.attributes, &self.clients);
             found(position, &key);
-            keyed_requests.push(match key {
-                Ok(keyed_request) => keyed_request,
+            inputs.push(match key {
+                Ok(found) => found,
                 // A shadow rule never refuses, also not for a missing key.
-                Err(_) if self.rules.charge_plan.is_shadow(position) => None,
+                Err(_) if self.rules.charge_plan.is_shadow(position) => Err(NotCounted::Failed),
                 Err(KeyFailure { error, keyed_request }) => {
                     first_error.get_or_insert(error);
-                    keyed_request
+                    keyed_request.ok_or(NotCounted::Failed)
                 }
             });
         }
         first_error
-    }
-
-    /// Why the rule at a position does not count the request; `None` if it does, or if the request fails.
-    #[inline]
-    pub fn why_not_counted(&self, position: PlanPosition, found: &FoundKey) -> Option<NotCounted> {
-        match found {
-            Ok(Some(_)) => None,
-            Ok(None) => Some(match self.rules.rule_keys[position].is_exempt(&self.attributes, &self.clients) {
-                true => NotCounted::Exempt,
-                false => NotCounted::Skipped,
-            }),
-            Err(_) => self.rules.charge_plan.is_shadow(position).then_some(NotCounted::Shadowed),
-        }
     }
 
     /// The key of the request in the shared store under the rule at a position; `None` if the rule is not shared or does not

@@ -270,7 +270,7 @@ pub mod tests {
         let clients = ClientLookup::new(None);
         let found = with_request(address, headers, &tokens(), |request| {
             assert_eq!(
-                matches!(rule_key.keyed_request(request, &clients), Ok(Some(_))),
+                matches!(rule_key.keyed_request(request, &clients), Ok(Ok(_))),
                 rule_key.write_store_key(request, &clients, digester, &mut String::new())
             );
             rule_key.write_store_key(request, &clients, digester, &mut text)

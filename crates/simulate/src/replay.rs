@@ -306,7 +306,7 @@ impl Replay {
             requests.push(Request::new(rules_id));
         }
         let request = &mut requests[position];
-        let error = resolved.find_keys(&mut request.keyed_requests, |_position, _found| ());
+        let error = resolved.find_keys(&mut request.inputs, |_position, _found| ());
         request.costs.clear();
         if !rules.response_costs.rules.is_empty() {
             read_headers(response_headers, headers, text, &reader.fields.response, reader.fields.request.len());
@@ -315,7 +315,7 @@ impl Replay {
         for (position, rule) in rules.charge_plan.rules().enumerate() {
             inputs[*rule].count(&resolved, line, request.final_cost(position));
         }
-        if error.is_some() && request.keyed_requests.iter().all(Option::is_none) {
+        if error.is_some() && request.inputs.keyed_requests.iter().all(Option::is_none) {
             counts.without_key += 1;
             return false;
         }
@@ -412,7 +412,7 @@ fn response_costs(rules: &RouteRules, line: &LogLine, text: &[u8], fields: &Head
         let position = rule.position;
         let name = &rules.charge_plan.rule(position).rule.name;
         if let Some(reserved) = tokens(logged.reserved, name)
-            && let Some(keyed_request) = &mut request.keyed_requests[position]
+            && let Some(keyed_request) = &mut request.inputs.keyed_requests[position]
         {
             *keyed_request = rules.rule_keys[position].with_reserved(*keyed_request, reserved);
         }

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::concurrency::{QueuedSlot, Slot, SlotState};
 use transom_limiter::decision::{Decision, Waiter};
-use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_context::{DecisionContext, DecisionInputs};
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{Handle, IdVec, LayerPosition, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::Seed;
@@ -116,7 +116,7 @@ pub struct Request {
     /// Unix milliseconds.
     pub now_ms: u64,
     pub rules_id: RouteRulesId,
-    pub keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
+    pub inputs: DecisionInputs,
     /// What the response says about the cost, with the rule.
     pub costs: SmallVec<[(PlanPosition, FinalCost); 2]>,
     /// The time from now to the end of the request, if it does not wait.
@@ -176,7 +176,7 @@ impl Request {
             line: LineId::at(0),
             now_ms: 0,
             rules_id,
-            keyed_requests: IdVec::new(),
+            inputs: DecisionInputs::default(),
             costs: SmallVec::new(),
             left_ms: 0,
             logged: None,
@@ -190,7 +190,7 @@ impl Request {
 
     /// Under the rule at a position, with the final cost.
     fn settled(&self, position: PlanPosition) -> Option<KeyedRequest> {
-        let keyed_request = self.keyed_requests[position]?;
+        let keyed_request = self.inputs.keyed_requests[position]?;
         let cost = match self.final_cost(position) {
             Some(FinalCost::Stated(cost)) => cost,
             Some(FinalCost::NotCounted) => 0,
@@ -253,7 +253,7 @@ impl Scenario {
     /// Prefetches the counters of requests that will be decided, so that the processor waits for the memory of all at once.
     pub fn prefetch(&self, requests: &[Request]) {
         for request in requests {
-            self.charge_plans[request.rules_id].prefetch(&self.table, &request.keyed_requests);
+            self.charge_plans[request.rules_id].prefetch(&self.table, &request.inputs.keyed_requests);
         }
     }
 
@@ -262,7 +262,7 @@ impl Scenario {
         if !self.events.is_empty() {
             self.advance_to(request.now_ms);
         }
-        self.context.inputs.keyed_requests.clone_from(&request.keyed_requests);
+        self.context.inputs.repeat(&request.inputs.keyed_requests);
         self.context.result.concurrency.clear();
         self.admit(request.now_ms, request, Vec::new(), None, label);
     }
@@ -300,7 +300,7 @@ impl Scenario {
             SlotsResult::Full(position)
                 if let Some(place) = QueuePlace::join(charge_plan, context, position, now_ms) =>
             {
-                let labels = request.keyed_requests.ids().map(label).collect();
+                let labels = request.inputs.keyed_requests.ids().map(label).collect();
                 let context = context.clone();
                 let number = self.number();
                 self.events.insert((place.latest_ms, number), Event::GiveUp);
@@ -404,7 +404,7 @@ impl Scenario {
                 Outcome::Refused => (true, &mut counts.refused),
                 Outcome::Shadowed | Outcome::RefusedElsewhere => (false, &mut counts.refused_elsewhere),
                 Outcome::Delayed | Outcome::Waited => (false, &mut counts.delayed),
-                Outcome::Admitted | Outcome::NotCounted => (false, &mut counts.admitted),
+                Outcome::Admitted | Outcome::NotCounted(_) => (false, &mut counts.admitted),
             };
             *counter += 1;
             counts.requests += 1;
@@ -428,7 +428,7 @@ impl Scenario {
     fn settle(&self, request: &Request, receipts: impl IntoIterator<Item = Option<Vec<ShardReceipt>>>, now_ms: u64) {
         for ((position, _), receipts) in request.costs.iter().zip(receipts) {
             let (Some(charged), Some(settled), Some(receipts)) =
-                (request.keyed_requests[*position], request.settled(*position), receipts)
+                (request.inputs.keyed_requests[*position], request.settled(*position), receipts)
             else {
                 continue;
             };
@@ -502,7 +502,7 @@ impl Scenario {
             self.hold(slots, now_ms + request.left_ms);
             return;
         }
-        self.context.inputs.keyed_requests.clone_from(&delayed.request.keyed_requests);
+        self.context.inputs.repeat(&delayed.request.inputs.keyed_requests);
         let charge_plan = &self.charge_plans[delayed.request.rules_id];
         let clock = || now_ms;
         let now = DecisionTime::starting_at(now_ms, &clock);

@@ -238,7 +238,7 @@ impl CounterAccess {
             Some(shared) => shared.limit(query).await,
             None => {
                 let mut context = query.local_context();
-                query.charge_plan.prefetch(&self.table, &query.keyed_requests);
+                query.charge_plan.prefetch(&self.table, &query.inputs.keyed_requests);
                 let clock = || self.clock.now().unix_ms;
                 let decision = query.charge_plan.decide(&self.table, DecisionTime::read(&clock), &mut context);
                 if is_check && !matches!(decision, Decision::Refused) {
@@ -321,8 +321,7 @@ mod tests {
     fn query(worker: &TestWorker, cost: u32) -> KeyQuery<'_> {
         KeyQuery {
             charge_plan: &worker.charge_plan,
-            keyed_requests: worker.context("a", cost).inputs.keyed_requests,
-            reserve: false,
+            inputs: worker.context("a", cost).inputs,
             store_keys: worker.store_keys("a"),
         }
     }

@@ -13,21 +13,18 @@ use super::shared_counters::{SharedCounters, counter_of_receipt, keyed_layers};
 use super::shared_decision::{DecisionProgress, SendResult, SharedDecision, SharedOutcome, Unavailable};
 use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
 use transom_limiter::decision::Decision;
-use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_context::{DecisionContext, DecisionInputs};
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::delay::remaining_cost;
-use transom_limiter::handles::{ChargePosition, IdVec, PlanPosition};
-use transom_limiter::rule_set::{CountingMode, KeyedRequest};
+use transom_limiter::handles::{ChargePosition, PlanPosition};
+use transom_limiter::rule_set::CountingMode;
 use transom_limiter::store_key::StoreKeys;
 use transom_limiter::window_kind::{AcquireRequest, Usage, WindowKind};
 
 /// A query about keys, one for each rule of its charge plan.
 pub struct KeyQuery<'a> {
     pub charge_plan: &'a ChargePlan,
-    /// `None` for exempt keys.
-    pub keyed_requests: IdVec<PlanPosition, Option<KeyedRequest>>,
-    /// Whether tokens may be reserved in later windows.
-    pub reserve: bool,
+    pub inputs: DecisionInputs,
     /// The keys in the store; `None` for rules that are not shared.
     pub store_keys: StoreKeys,
 }
@@ -36,8 +33,7 @@ impl KeyQuery<'_> {
     /// The context of a decision without the store.
     pub(super) fn local_context(&self) -> DecisionContext {
         let mut context = DecisionContext::default();
-        context.inputs.keyed_requests.extend_from(&self.keyed_requests);
-        context.inputs.reserve = self.reserve;
+        context.inputs = self.inputs.clone();
         context
     }
 }
@@ -55,9 +51,8 @@ pub struct KeyState {
 
 impl SharedCounters {
     fn new_decision(self: &Rc<Self>, query: &KeyQuery<'_>) -> Box<SharedDecision> {
-        let mut context = DecisionContext::for_worker(self.own_shard);
-        context.inputs.reserve = query.reserve;
-        context.inputs.keyed_requests.extend_from(&query.keyed_requests);
+        let mut context = query.local_context();
+        context.inputs.own_shard = self.own_shard;
         let mut progress = DecisionProgress::new(query.charge_plan);
         progress.ignores_leases = true;
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
@@ -79,7 +74,7 @@ impl SharedCounters {
         if !matches!(decision, Decision::Refused) {
             let receipts: Vec<_> = context.all_receipts().collect();
             let (rule_set, now_ms) = (query.charge_plan.rule_set(), self.clock.now().unix_ms);
-            let layers = || keyed_layers(query.charge_plan, &query.keyed_requests);
+            let layers = || keyed_layers(query.charge_plan, &query.inputs.keyed_requests);
             self.refund_receipts(
                 receipts.into_iter().rev(),
                 u32::MAX,
@@ -136,12 +131,12 @@ impl SharedCounters {
         context: &mut DecisionContext,
         is_refused: bool,
     ) {
-        let KeyQuery { charge_plan, keyed_requests, store_keys, .. } = query;
+        let KeyQuery { charge_plan, inputs, store_keys, .. } = query;
         let now_ms = self.clock.now().unix_ms;
         for charge in context.result.charges.iter_mut() {
             let layer_ref = charge.layer;
             let (Some(keyed_request), Some(store_key)) =
-                (keyed_requests[layer_ref.position], &store_keys[layer_ref.position])
+                (inputs.keyed_requests[layer_ref.position], &store_keys[layer_ref.position])
             else {
                 continue;
             };
@@ -181,7 +176,7 @@ impl SharedCounters {
         let rule_set = charge_plan.rule_set();
         rule_set.reset(&self.table, now_ms, &pending.context);
         for (charge, layer_ref) in pending.context.result.charges.iter().map(|charge| (charge, charge.layer)) {
-            let Some(keyed_request) = query.keyed_requests[layer_ref.position] else { continue };
+            let Some(keyed_request) = query.inputs.keyed_requests[layer_ref.position] else { continue };
             let counter = charge_plan.layer(layer_ref).counter(keyed_request);
             self.table.reset(counter.lease(), charge.request.leased(), rule_set.time(now_ms));
             let mut order = self.usage_order.lock(counter_id(counter));
@@ -197,8 +192,9 @@ impl SharedCounters {
 
     /// The tokens of a layer that are leased here and not spent. The store counts them as used.
     fn unspent_tokens(&self, query: &KeyQuery<'_>, layer_ref: LayerRef, now_ms: u64) -> u64 {
-        let KeyQuery { charge_plan, keyed_requests, .. } = query;
-        let counter = keyed_requests[layer_ref.position].map(|request| charge_plan.layer(layer_ref).counter(request));
+        let KeyQuery { charge_plan, inputs, .. } = query;
+        let counter =
+            inputs.keyed_requests[layer_ref.position].map(|request| charge_plan.layer(layer_ref).counter(request));
         counter.map_or(0, |counter| self.table.leased_tokens(counter, now_ms).into())
     }
 
@@ -209,7 +205,7 @@ impl SharedCounters {
         pending: &mut SharedDecision,
         refunds: &mut Vec<Refund>,
     ) {
-        let KeyQuery { charge_plan, keyed_requests, store_keys, .. } = query;
+        let KeyQuery { charge_plan, inputs, store_keys, .. } = query;
         let now_ms = self.clock.now().unix_ms;
         for charge in pending.context.result.charges.iter_mut() {
             let layer_ref = charge.layer;
@@ -219,7 +215,7 @@ impl SharedCounters {
                 continue;
             }
             let (Some(keyed_request), Some(store_key)) =
-                (keyed_requests[layer_ref.position], &store_keys[layer_ref.position])
+                (inputs.keyed_requests[layer_ref.position], &store_keys[layer_ref.position])
             else {
                 continue;
             };

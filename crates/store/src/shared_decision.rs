@@ -694,8 +694,7 @@ mod tests {
                 let worker = TestWorker::new(&[rule]).await;
                 let query = KeyQuery {
                     charge_plan: &worker.charge_plan,
-                    keyed_requests: worker.context("a", 1).inputs.keyed_requests,
-                    reserve: false,
+                    inputs: worker.context("a", 1).inputs,
                     store_keys: worker.store_keys("a"),
                 };
                 for _ in 0..2 {

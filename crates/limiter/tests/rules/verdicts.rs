@@ -4,6 +4,7 @@ use transom_limiter::concurrency::{ConcurrencyUsage, SlotState};
 use transom_limiter::decision::Decision;
 use transom_limiter::handles::{Handle, PlanPosition};
 use transom_limiter::rule::{OnLimit, Rule};
+use transom_limiter::rule_set;
 use transom_limiter::verdict::Outcome::{self, *};
 
 use crate::support::{Gateway, delay, plain, rule};
@@ -26,7 +27,9 @@ fn windows_give_each_rule_an_outcome() {
             assert_eq!(outcomes(&gateway, &decision), expected);
         }
         let decision = gateway.decide(1, &[None, Some(1), None], 0);
-        assert_eq!(outcomes(&gateway, &decision), [NotCounted, Admitted, NotCounted]);
+        gateway.context.inputs.uncounted.push((PlanPosition::at(2), rule_set::NotCounted::Exempt));
+        let reasons = [rule_set::NotCounted::Skipped, rule_set::NotCounted::Exempt].map(NotCounted);
+        assert_eq!(outcomes(&gateway, &decision), [reasons[0], Admitted, reasons[1]]);
     }
 }
 

@@ -206,7 +206,7 @@ fn outcome_of(outcome: Outcome, is_refused: bool) -> Option<KeyOutcome> {
         Outcome::Refused => Some(KeyOutcome::Refused),
         Outcome::Shadowed if !is_refused => Some(KeyOutcome::Refused),
         Outcome::Admitted | Outcome::Delayed | Outcome::Waited => Some(KeyOutcome::Admitted),
-        Outcome::Shadowed | Outcome::NotCounted | Outcome::RefusedElsewhere => None,
+        Outcome::Shadowed | Outcome::NotCounted(_) | Outcome::RefusedElsewhere => None,
     }
 }
 

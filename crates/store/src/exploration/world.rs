@@ -440,7 +440,7 @@ impl World {
 
     fn begin(&mut self, number: usize) {
         let kind = self.scenario.requests[number].remove(0);
-        let KeyQuery { keyed_requests, store_keys, .. } = self.query(kind);
+        let KeyQuery { inputs, store_keys, .. } = self.query(kind);
         let gateway = &mut self.gateways[number];
         let request = Rc::new(Request {
             kind,
@@ -454,7 +454,7 @@ impl World {
             let request = Rc::clone(&request);
             async move {
                 let mut context = DecisionContext::default();
-                context.inputs.keyed_requests = keyed_requests;
+                context.inputs = inputs;
                 let now_ms = counters.clock.now().unix_ms;
                 let begun =
                     counters.decide(&charge_plan, now_ms, &mut context, |position| store_keys[position].clone());
@@ -481,8 +481,7 @@ impl World {
     fn query(&self, kind: RequestKind) -> KeyQuery<'_> {
         KeyQuery {
             charge_plan: &self.charge_plan,
-            keyed_requests: self.rule_set.rules.ids().map(|rule| Some(self.keyed_request(rule, kind))).collect(),
-            reserve: false,
+            inputs: self.rule_set.rules.ids().map(|rule| Ok(self.keyed_request(rule, kind))).collect(),
             store_keys: self.store_keys(kind.key),
         }
     }
@@ -491,11 +490,11 @@ impl World {
     fn reset(&mut self, number: usize) {
         let kind = request(0);
         self.observed.resets[kind.key].push(self.clock.now().unix_ms);
-        let KeyQuery { keyed_requests, store_keys, .. } = self.query(kind);
+        let KeyQuery { inputs, store_keys, .. } = self.query(kind);
         let gateway = &self.gateways[number];
         let (counters, charge_plan) = (Rc::clone(&gateway.counters), Rc::clone(&self.charge_plan));
         self.resets.push(gateway.tasks.spawn_local(async move {
-            let query = KeyQuery { charge_plan: &charge_plan, keyed_requests, reserve: false, store_keys };
+            let query = KeyQuery { charge_plan: &charge_plan, inputs, store_keys };
             _ = counters.reset(&query).await;
         }));
     }
