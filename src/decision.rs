@@ -17,7 +17,6 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionInputs;
 use transom_limiter::handles::{Handle, IdVec, PlanPosition, RuleId, VariantId};
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
-use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{CompiledRule, KeyedRequest, NotCounted, RuleSet};
 use transom_limiter::verdict::{Outcome, Verdicts, WindowVerdict};
 use transom_limiter::window_kind::WindowKind;
@@ -32,7 +31,7 @@ use transom_rules::store_key_text::{KeyDigester, KeyTextFormat};
 use transom_rules::top_keys::{KeyName, ListedKey, TopKeys};
 use transom_runtime::metrics::events::DecisionMetrics;
 use transom_store::counter_access::CounterAccess;
-use transom_store::decision_queries::{KeyQuery, KeyState};
+use transom_store::decision_queries::{KeyQuery, KeyState, UsageSource};
 use transom_store::shared_decision::Unavailable;
 
 /// The key of a descriptor's entry in which Envoy sends the address of the client.
@@ -232,15 +231,6 @@ pub struct RuleKeyValues<'a, K> {
     pub cost: Option<u32>,
 }
 
-/// What keys of queries are for.
-#[derive(Clone, Copy, Debug)]
-pub struct KeyUse {
-    /// The counters of shared rules are in the store.
-    pub uses_store: bool,
-    /// They are charged or checked, and not only read or reset.
-    pub decides: bool,
-}
-
 impl DecisionService {
     pub fn new(
         rule_set: &Arc<RuleSet>,
@@ -299,7 +289,7 @@ impl DecisionService {
         outputs: DecisionOutputs<'_>,
     ) -> Result<DecisionOutcome, ApiError> {
         let decides = matches!(query.operation, Operation::Limit | Operation::Check);
-        let rules = self.keyed_rules(&query.rules, KeyUse { uses_store: counters.shared.is_some(), decides })?;
+        let rules = self.keyed_rules(&query.rules, decides)?;
         for (i, rule) in rules.iter().enumerate() {
             let identity = rule.identity();
             if identity.is_some() && rules.iter().take(i).any(|other| other.identity() == identity) {
@@ -465,11 +455,10 @@ impl DecisionService {
                 Operation::Reset => counters.reset(&key_query).await,
                 Operation::Limit | Operation::Check | Operation::Value => counters.value(&key_query).await,
             };
-            let KeyState { mut context, admits, is_from_store, .. } =
+            let KeyState { mut context, admits, source, .. } =
                 state.map_err(|Unavailable| ApiError::StoreUnavailable)?;
             outcome.allowed &= admits;
-            let is_shared = counters.shared.is_some() && self.rule_set.rules[rule.rule].rule.sharing != Sharing::Local;
-            outcome.lacks_store |= is_shared && !is_from_store && query.operation == Operation::Value;
+            outcome.lacks_store |= source == UsageSource::StoreAway && query.operation == Operation::Value;
             outcome.now_ms = outcome.now_ms.max(counters.clock.now().unix_ms);
             let retry_at_ms = match query.operation {
                 Operation::Reset => Some(outcome.now_ms),
@@ -534,7 +523,7 @@ impl DecisionService {
 
     /// Finds the rules of a query, and their keys. As a request, a query has one client: where the key of a rule does not name
     /// it, the keys of the other rules do.
-    fn keyed_rules(&self, queries: &[RuleQuery], key_use: KeyUse) -> Result<IdVec<PlanPosition, KeyedRule>, ApiError> {
+    fn keyed_rules(&self, queries: &[RuleQuery], decides: bool) -> Result<IdVec<PlanPosition, KeyedRule>, ApiError> {
         if let [RuleQuery { rule, key: QueryKey::Listed(listed), cost }] = queries {
             return Ok(IdVec::from(vec![self.listed_rule(self.rule(rule)?, listed, *cost)]));
         }
@@ -543,7 +532,7 @@ impl DecisionService {
         });
         let rules: Vec<RuleKeyValues<String>> = rules.collect::<Result<_, _>>()?;
         let clients = self.clients();
-        self.key_rules(&rules, clients.as_deref(), key_use).collect()
+        self.key_rules(&rules, clients.as_deref(), decides).collect()
     }
 
     /// Replaces clients by the keys that name them.
@@ -603,19 +592,19 @@ impl DecisionService {
     }
 
     /// The keys of rules that are decided together. An error is a key that does not fit its rule. `clients`: all clients, if there
-    /// are any.
+    /// are any; `decides`: the keys are charged or checked, and not only read or reset.
     pub fn key_rules<K: AsRef<str>>(
         &self,
         rules: &[RuleKeyValues<'_, K>],
         clients: Option<&ClientPlans>,
-        key_use: KeyUse,
+        decides: bool,
     ) -> impl Iterator<Item = Result<KeyedRule, ApiError>> {
         let callers: SmallVec<[CallerIdentity<'_>; 4]> = rules.iter().map(|rule| self.caller(rule, clients)).collect();
         let of_query = callers.iter().copied().fold(CallerIdentity::default(), CallerIdentity::or);
         rules
             .iter()
             .zip(callers)
-            .map(move |(rule, caller)| self.keyed_rule(rule, (clients, caller.or(of_query)), key_use))
+            .map(move |(rule, caller)| self.keyed_rule(rule, (clients, caller.or(of_query)), decides))
     }
 
     /// Who the caller is by the key of one rule.
@@ -639,11 +628,11 @@ impl DecisionService {
         &self,
         values: &RuleKeyValues<'_, K>,
         caller: (Option<&ClientPlans>, CallerIdentity<'_>),
-        key_use: KeyUse,
+        decides: bool,
     ) -> Result<KeyedRule, ApiError> {
         let rule = values.rule;
-        let found = self.find_key(values, caller, key_use)?;
-        let is_shared = key_use.uses_store && self.rule_set.rules[rule].rule.sharing != Sharing::Local;
+        let found = self.find_key(values, caller, decides)?;
+        let is_shared = self.rule_set.rules[rule].rule.is_shared();
         let store_key = self.digester.as_ref().filter(|_| is_shared).and_then(|digester| {
             let mut text = String::new();
             let written = self.rules[rule].text_format.write_values(values.key, digester, &mut text);
@@ -695,7 +684,7 @@ impl DecisionService {
         &self,
         RuleKeyValues { rule, key: values, cost }: &RuleKeyValues<'_, K>,
         (clients, caller): (Option<&ClientPlans>, CallerIdentity<'_>),
-        key_use: KeyUse,
+        decides: bool,
     ) -> Result<Result<KeyedRequest, NotCounted>, ApiError> {
         let (served, rule) = (&self.rules[*rule], &self.rule_set.rules[*rule].rule);
         // A global rule takes no key, and ignores a given one.
@@ -747,7 +736,7 @@ impl DecisionService {
                 values.get(part.position.index()).map_or(&[][..], |value| value.as_ref().as_bytes())
             };
             // Only the token of a subject without client tells its plan, and so its windows.
-            let is_known = |named: CallerIdentity<'_>| named.is_named() && !(key_use.decides && named.is_subject);
+            let is_known = |named: CallerIdentity<'_>| named.is_named() && !(decides && named.is_subject);
             if !check.is_known(|part| is_known(clients.named_by(part, value(part)))) {
                 return unknown_key(check, &rule.on_missing).map(Err);
             }
@@ -960,7 +949,7 @@ mod tests {
                 cost: None,
             };
             let queries: Vec<RuleQuery> = configured.iter().map(query).collect();
-            let of_query = service.keyed_rules(&queries, KeyUse { uses_store: false, decides: true }).unwrap();
+            let of_query = service.keyed_rules(&queries, true).unwrap();
 
             let names = |part: &KeyPart| configured.iter().any(|rule| rule.key.contains(part));
             let mut headers = HeaderMap::new();

@@ -20,7 +20,6 @@ use transom_config::key_kind::CLIENT;
 use transom_config::rule::GatewayRule;
 use transom_http::error::ApiError;
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::Sharing;
 use transom_limiter::secret_digest::Digest;
 use transom_limiter::window::Windows;
 
@@ -52,7 +51,7 @@ pub async fn add(call: Call) -> Result<Response<AdminBody>, ApiError> {
         known: layers.iter().map(|layer| layer.period_text.clone()).collect(),
     })?;
     check_rule(configured, limit, &name, tokens)?;
-    if configured.sharing == Sharing::Local
+    if !configured.is_shared()
         && matches!(limit.windows, Windows::FirstRequest { .. })
         && clients.source == ClientsSource::Shared
     {

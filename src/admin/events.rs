@@ -30,7 +30,7 @@ use super::{AdminBody, AdminState, DecisionApi, upstreams};
 use transom_config::listen::{Admin, Role};
 use transom_http::error::ApiError;
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{OnLimit, Rule, Sharing};
+use transom_limiter::rule::{OnLimit, Rule};
 use transom_limiter::window::Windows;
 use transom_rules::responses;
 use transom_rules::top_keys::KeyOutcome;
@@ -398,7 +398,7 @@ fn describe_rule(rule: &Rule) -> Value {
     };
     json!({
         "name": rule.name, "key": rule.key.iter().map(ToString::to_string).collect::<Vec<_>>(),
-        "limits": limits(&rule.layers, rule.concurrent), "on_limit": on_limit, "shared": rule.sharing != Sharing::Local,
+        "limits": limits(&rule.layers, rule.concurrent), "on_limit": on_limit, "shared": rule.is_shared(),
         "plans": plans.collect::<Vec<_>>(), "plan_count": rule.plans.len(),
     })
 }

@@ -18,7 +18,7 @@ use transom_config::lint::{self, Kind, LintMessage};
 use transom_config::listen_address::ListenAddress;
 use transom_config::redis::StoreConfig;
 use transom_config::{Config, LogTarget};
-use transom_limiter::rule::{Rule, Sharing};
+use transom_limiter::rule::Rule;
 use transom_runtime::clock::Clock;
 use transom_store::diagnose::{Finding, ServerReport, Severity, diagnose};
 
@@ -147,7 +147,7 @@ fn check_servers(config: &Config) -> io::Result<Vec<ServerReport>> {
 }
 
 fn diagnose_servers<'r>(shared: &StoreConfig, rules: impl Iterator<Item = &'r Rule>) -> io::Result<Vec<ServerReport>> {
-    let shared_rules = rules.filter(|rule| rule.sharing != Sharing::Local);
+    let shared_rules = rules.filter(|rule| rule.is_shared());
     let formats: Vec<_> =
         shared_rules.filter_map(|rule| Some((rule.name.as_str(), rule.key_format.as_ref()?))).collect();
     let clock = Clock::system();

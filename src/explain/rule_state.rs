@@ -18,7 +18,7 @@ use transom_limiter::window_kind::WindowKind;
 use transom_rules::rate_limit_key::{FoundKey, KeyDescription, KeyFailure};
 use transom_rules::ratelimit_headers::seconds_until;
 use transom_store::counter_access::CounterAccess;
-use transom_store::decision_queries::{KeyQuery, KeyState};
+use transom_store::decision_queries::{KeyQuery, KeyState, UsageSource};
 use transom_store::shared_decision::Unavailable;
 
 /// What a rule makes of a request.
@@ -136,7 +136,7 @@ impl RuleState {
         RuleState {
             name: rule.rule.name.clone(),
             is_shadow: rule.rule.is_shadow(),
-            is_shared: rule.rule.sharing != Sharing::Local,
+            is_shared: rule.rule.is_shared(),
             store: None,
             refuses_without_store: false,
             has_plans: !rule.rule.plans.is_empty(),
@@ -172,20 +172,18 @@ impl RuleState {
         // In a plan of a query, a shadow rule decides as others do.
         let charge_plan =
             if self.is_shadow { rule_set.query_plan([rule], false) } else { rule_set.charge_plan([rule]) };
-        let is_in_store = counters.shared.is_some() && store_key.is_some();
         let query = KeyQuery {
             charge_plan: &charge_plan,
             inputs: [Ok(keyed_request)].into_iter().collect(),
             store_keys: IdVec::from([store_key]),
         };
         let state = counters.value(&query).await;
-        if is_in_store {
-            let may_include_leased = rule_set.rules[rule].rule.sharing == Sharing::Lease;
-            self.store = Some(match &state {
-                Ok(state) if state.is_from_store => Store::Reachable { may_include_leased },
-                _ => Store::Unreachable,
-            });
-        }
+        let may_include_leased = rule_set.rules[rule].rule.sharing == Sharing::Lease;
+        self.store = match &state {
+            Ok(KeyState { source: UsageSource::Table, .. }) => None,
+            Ok(KeyState { source: UsageSource::Store, .. }) => Some(Store::Reachable { may_include_leased }),
+            Ok(KeyState { source: UsageSource::StoreAway, .. }) | Err(Unavailable) => Some(Store::Unreachable),
+        };
         let mut state = match state {
             Ok(state) => state,
             Err(Unavailable) if self.is_shadow || rule_set.rules[rule].rule.on_outage == OnOutage::Allow => {

@@ -22,7 +22,7 @@ use super::messages::envoy::service::ratelimit::v3::rate_limit_response::rate_li
 use super::messages::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus, RateLimit};
 use super::messages::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use super::messages::envoy::r#type::v3::RateLimitUnit;
-use crate::decision::{CountedDecision, DecisionOutputs, KeyUse, KeyedRule, RuleKeyValues};
+use crate::decision::{CountedDecision, DecisionOutputs, KeyedRule, RuleKeyValues};
 use crate::proxy::response::ResponseBody;
 use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_config::{DecisionBuffers, WorkerConfig};
@@ -273,8 +273,7 @@ impl ServiceConfig {
         let config = worker.config();
         let (clients, decision_service) = (config.clients(), &self.served().decision_service);
         let denied_by = decision_service.denied(&values, clients.as_deref(), now_ms).map(|entry| entry.id);
-        let key_use = KeyUse { uses_store: worker.counters.shared.is_some(), decides: true };
-        let keyed_rules = decision_service.key_rules(&values, clients.as_deref(), key_use);
+        let keyed_rules = decision_service.key_rules(&values, clients.as_deref(), true);
         let mut rules = IdVec::<PlanPosition, CalledRule>::new();
         let mut positions = SmallVec::new();
         for (source, keyed_rule) in keyed_rules.enumerate() {

@@ -11,7 +11,7 @@ use super::settings::Word;
 use super::template::split_variables;
 use super::toml_reader::{SpannedStr, Table};
 use transom_limiter::key::{KeyPart, OnMissing};
-use transom_limiter::rule::{KeyFormat, Rule, Sharing, WINDOW_MARK};
+use transom_limiter::rule::{KeyFormat, Rule, WINDOW_MARK};
 use transom_limiter::window::Windows;
 
 pub const KEY_FORMAT: Word<KeyFormat> = Word {
@@ -100,7 +100,7 @@ pub fn check_key_formats<'r>(
     let mut formatted: Vec<(&Rule, &KeyFormat)> = Vec::new();
     for (rule, span) in rules {
         let Some(span) = span else { continue };
-        let Some(format) = rule.key_format.as_ref().filter(|_| rule.sharing != Sharing::Local) else { continue };
+        let Some(format) = rule.key_format.as_ref().filter(|_| rule.is_shared()) else { continue };
         if matches!(store.nodes, Nodes::Cluster(_)) {
             check_hash_tag(rule, format, span, report);
         }

@@ -27,7 +27,7 @@ use transom_limiter::handles::RuleId;
 use transom_limiter::ip_prefix::Network;
 use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{Cost, OnLimit, Plan, Rule, Sharing};
+use transom_limiter::rule::{Cost, OnLimit, Plan, Rule};
 
 const SHORT_SPAN_MS: u64 = 2000;
 const DAY_S: i64 = 24 * 60 * 60;
@@ -458,7 +458,7 @@ fn guessable_digests(config: &Config) -> Option<String> {
     let is_digested = |part: &KeyPart| is_secret_part(part) || is_api_key(part);
     let rules = config.rules.iter().filter(|rule| {
         let fallback = if let OnMissing::Fallback(parts) = &rule.on_missing { parts.as_slice() } else { &[] };
-        rule.sharing != Sharing::Local && rule.key.iter().chain(fallback).any(is_digested)
+        rule.is_shared() && rule.key.iter().chain(fallback).any(is_digested)
     });
     let names: Vec<&str> = rules.map(|rule| rule.name.as_str()).collect();
     (!names.is_empty()).then(|| {

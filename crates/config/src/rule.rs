@@ -464,7 +464,7 @@ fn check_penalty(rule: &Rule, table: &Table, report: &mut Report) {
     let is_sharded = rule.variants().flatten().any(|limit| limit.shards > 1);
     let other = match () {
         () if rule.delays() => "`on_limit = \"delay\"`",
-        () if rule.sharing != Sharing::Local && is_sharded => "`shards` of shared counters",
+        () if rule.is_shared() && is_sharded => "`shards` of shared counters",
         () => return,
     };
     report.problem(item.key_span, format!("`penalty` cannot be combined with {other}"), "remove one of the two");
@@ -544,10 +544,10 @@ fn check_layers(rule: &Rule, table: &Table, report: &mut Report) {
         (Cost::Response { .. }, _) => Some(stated_by(rule)),
         (_, OnLimit::Delay { .. }) => Some("`on_limit = \"delay\"`"),
         _ if has_sharded_account && rule.count_refused => Some("`count_refused` and `capacity` or `reserve`"),
-        _ if rule.count_refused && rule.sharing != Sharing::Local => {
+        _ if rule.count_refused && rule.is_shared() => {
             Some("`count_refused` in a rule that gateways share (`shared = \"off\"` counts on this machine alone)")
         }
-        _ if has_sharded_account && rule.sharing != Sharing::Local => Some(
+        _ if has_sharded_account && rule.is_shared() => Some(
             "`capacity` or `reserve` in a rule that gateways share (`shared = \"off\"` counts on this machine alone)",
         ),
         _ => None,

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use crate::acquire::Charge;
 use crate::handles::{IdVec, LayerId, PlanPosition, RuleId, VariantId};
 use crate::key::KeyPart;
-use crate::rule::Sharing;
 use crate::rule_set::{CompiledLayer, CompiledRule, CountingMode, KeyedRequest, RuleSet};
 use crate::table::Table;
 use crate::window::Time;
@@ -115,7 +114,7 @@ impl RuleSet {
             has_ending_limits: compiled()
                 .any(|compiled| compiled.rule.client_limits.iter().any(|limits| limits.during_ms.is_some())),
             counting_modes: compiled().map(CompiledRule::counting_mode).collect(),
-            is_shared: compiled().any(|compiled| compiled.rule.sharing != Sharing::Local),
+            is_shared: compiled().any(|compiled| compiled.rule.is_shared()),
             is_plain: false,
             buckets: Vec::new(),
             rules,

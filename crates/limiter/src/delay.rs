@@ -14,7 +14,7 @@ use crate::decision::{Decision, Waiter};
 use crate::decision_context::{DecisionContext, DecisionResult};
 use crate::decision_time::DecisionTime;
 use crate::handles::{ChargePosition, IdVec, LayerId, PlanPosition, RuleId};
-use crate::rule::{OnLimit, Sharing};
+use crate::rule::OnLimit;
 use crate::rule_set::{CountingMode, KeyedRequest, RuleSet};
 use crate::sharded_counter::ShardReceipt;
 use crate::shared_counting::{remote_usage, subtract_remote_usage};
@@ -320,7 +320,7 @@ impl RuleSet {
                 let end_ms = self.window_end_ms(layer, now_ms, keyed_request.offset);
                 let mut charge = layer.new_charge(keyed_request, end_ms, 0);
                 charge.request.ceiling = CEILING_MAX;
-                if compiled.rule.sharing != Sharing::Local {
+                if compiled.rule.is_shared() {
                     subtract_remote_usage(&mut charge, table, self.time(now_ms));
                 }
                 let charges = std::slice::from_mut(&mut charge);

@@ -366,6 +366,12 @@ impl Rule {
         matches!(self.cost, Cost::Response { reserve: 0, .. })
     }
 
+    /// Whether gateways share the counters, if there is a store.
+    #[inline]
+    pub fn is_shared(&self) -> bool {
+        self.sharing != Sharing::Local
+    }
+
     /// Whether the rule is a shadow rule.
     pub fn is_shadow(&self) -> bool {
         self.on_limit == OnLimit::Shadow

@@ -22,7 +22,6 @@ use transom_http::websocket_handshake::UpgradeMethod;
 use transom_jwt::cache::TokenCache;
 use transom_limiter::decision_context::DecisionInputs;
 use transom_limiter::handles::PlanPosition;
-use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::NotCounted;
 use transom_limiter::store_key::StoreKeys;
 use transom_usage::request_body::BodyValues;
@@ -202,7 +201,7 @@ impl<'a> ResolvedRequest<'a> {
     /// apply.
     pub fn store_key(&self, position: PlanPosition) -> Option<Rc<str>> {
         let rule = &self.rules.charge_plan.rule(position).rule;
-        let digester = self.compiled.digester.as_ref().filter(|_| rule.sharing != Sharing::Local)?;
+        let digester = self.compiled.digester.as_ref().filter(|_| rule.is_shared())?;
         let mut text = String::new();
         let rule_key = &self.rules.rule_keys[position];
         rule_key.write_store_key(&self.attributes, &self.clients, digester, &mut text).then(|| text.into())

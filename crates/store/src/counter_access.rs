@@ -4,7 +4,7 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use super::decision_queries::{KeyQuery, KeyState};
+use super::decision_queries::{KeyQuery, KeyState, UsageSource};
 use super::scripts::Refund;
 use super::shared_counters::{SharedByWorkers, SharedCounters, counter_of_receipt, keyed_layers};
 use super::shared_decision::{BeginResult, SharedOutcome, Unavailable};
@@ -262,11 +262,12 @@ impl CounterAccess {
     /// When a request of the query would be admitted after a refusal: see [`ChargePlan::retry_at_ms_once_refused`]. `state`: as read by
     /// [`CounterAccess::value`].
     pub async fn retry_at_ms_once_refused(&self, query: &KeyQuery<'_>, state: &mut KeyState) -> Option<u64> {
-        let KeyState { context, is_from_store, .. } = state;
-        if let (Some(shared), true) = (&self.shared, *is_from_store) {
+        let KeyState { context, source, .. } = state;
+        let is_from_store = *source == UsageSource::Store;
+        if let (Some(shared), true) = (&self.shared, is_from_store) {
             shared.find_return_times(query, context, true).await;
         }
-        let table = (!*is_from_store).then_some(&*self.table);
+        let table = (!is_from_store).then_some(&*self.table);
         query.charge_plan.retry_at_ms_once_refused(table, context, self.clock.now().unix_ms)
     }
 
@@ -284,7 +285,7 @@ impl CounterAccess {
         let mut context = query.local_context();
         let clock = || self.clock.now().unix_ms;
         let admits = query.charge_plan.peek(&self.table, DecisionTime::read(&clock), &mut context);
-        KeyState { context, admits, is_from_store: false, refuses_without_store: true }
+        KeyState { context, admits, source: UsageSource::Table, refuses_without_store: true }
     }
 
     /// Refunds charges that can be refunded by now.
@@ -333,11 +334,11 @@ mod tests {
         counters.retry_at_ms_once_refused(&query, &mut state).await
     }
 
-    /// The usage of key `a` that [`CounterAccess::value`] reads, its end, and whether the store has it.
-    async fn value(worker: &TestWorker) -> (u64, u64, bool) {
+    /// The usage of key `a` that [`CounterAccess::value`] reads, its end, and where it is from.
+    async fn value(worker: &TestWorker) -> (u64, u64, UsageSource) {
         let state = counters(worker).value(&query(worker, 1)).await.expect("the rule can be counted");
         let usage = state.context.result.charges.as_slice()[0].usage;
-        (usage.used, usage.end_ms, state.is_from_store)
+        (usage.used, usage.end_ms, state.source)
     }
 
     /// Leased tokens that are not spent are no usage, neither while the store replies nor in an outage.
@@ -426,12 +427,12 @@ mod tests {
                 worker.clock.advance(Duration::from_secs(600));
                 worker.store.set_refusing(true);
                 assert_eq!(worker.decide("a", 3).await, Some(true));
-                assert_eq!(value(&worker).await, (3, START_MS + HOUR_MS + 600_000, false));
+                assert_eq!(value(&worker).await, (3, START_MS + HOUR_MS + 600_000, UsageSource::StoreAway));
                 worker.store.set_refusing(false);
                 worker.clock.advance(Duration::from_secs(60));
                 worker.shared.report_to_reachable().await;
                 for used in [7, 9] {
-                    assert_eq!(value(&worker).await, (used, START_MS + HOUR_MS, true));
+                    assert_eq!(value(&worker).await, (used, START_MS + HOUR_MS, UsageSource::Store));
                     assert_eq!(worker.decide("a", 2).await, Some(used == 7));
                     worker.settled_calls().await;
                 }
@@ -662,7 +663,7 @@ mod tests {
                 worker.shared.note_reconnect(worker.clock.instant());
                 for _ in 0..2 {
                     worker.clock.advance(Duration::from_secs(600));
-                    assert_eq!(value(&worker).await, (5, START_MS + HOUR_MS, true), "{sharing:?}");
+                    assert_eq!(value(&worker).await, (5, START_MS + HOUR_MS, UsageSource::Store), "{sharing:?}");
                     assert_eq!(worker.decide("a", 1).await, Some(false), "{sharing:?}");
                 }
             }

@@ -38,13 +38,23 @@ impl KeyQuery<'_> {
     }
 }
 
+/// Where the usage of keys is from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum UsageSource {
+    /// The table of this gateway, which has all counters of the keys.
+    Table,
+    /// The store.
+    Store,
+    /// The counters are in the store, which cannot be reached: what this gateway knows.
+    StoreAway,
+}
+
 /// The usage of a key.
 pub struct KeyState {
     pub context: DecisionContext,
     /// Whether a request of the query's cost would be admitted.
     pub admits: bool,
-    /// Whether the store was read. Otherwise the usage is what this gateway knows.
-    pub is_from_store: bool,
+    pub source: UsageSource,
     /// Whether a refusal needs no reply of the store: it cannot be reached, or has no part in the decision.
     pub refuses_without_store: bool,
 }
@@ -91,7 +101,7 @@ impl SharedCounters {
         let (mut pending, _) = self.read_usage(query).await;
         self.find_return_times(query, &mut pending.context, false).await;
         if pending.progress.without_store.any() {
-            let KeyQuery { charge_plan, .. } = query;
+            let (charge_plan, source) = (query.charge_plan, UsageSource::StoreAway);
             let context = &mut pending.context;
             let clock = || self.clock.now().unix_ms;
             charge_plan.peek(&self.table, DecisionTime::read(&clock), context);
@@ -110,17 +120,16 @@ impl SharedCounters {
             };
             charge_plan.set_counting_modes(lacks_lease, &mut context.sharing.counting_modes);
             if context.sharing.counting_modes.as_slice().contains(&CountingMode::Remote) {
-                let state =
-                    KeyState { context: take(context), admits: false, is_from_store: false, refuses_without_store };
+                let state = KeyState { context: take(context), admits: false, source, refuses_without_store };
                 return refuses_without_store.then_some(state).ok_or(Unavailable);
             }
             let admits = charge_plan.peek_local_fallback(&layers, &self.table, DecisionTime::read(&clock), context);
             let context = take(&mut pending.context);
-            return Ok(KeyState { context, admits, is_from_store: false, refuses_without_store });
+            return Ok(KeyState { context, admits, source, refuses_without_store });
         }
         let admits = pending.context.result.charges.iter().all(|charge| charge.usage.admits(charge.request));
         let context = take(&mut pending.context);
-        Ok(KeyState { context, admits, is_from_store: true, refuses_without_store: false })
+        Ok(KeyState { context, admits, source: UsageSource::Store, refuses_without_store: false })
     }
 
     /// Asks when a full sliding counter has as many tokens as the request needs. A read only tells when the next one returns.

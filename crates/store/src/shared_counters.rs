@@ -24,7 +24,6 @@ use transom_config::redis::StoreConfig;
 use transom_limiter::charge_plan::ChargePlan;
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::handles::{IdVec, LayerId, PlanPosition};
-use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{CompiledLayer, CompiledRule, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::store_key::{StoreKeys, StoreWindow, counter_name};
@@ -479,7 +478,7 @@ pub fn counter_of_receipt(
     layers.find_map(|(layer, keyed_request)| {
         let compiled_rule = &rule_set.rules[layer.rule];
         let counter = compiled_rule.layer(layer).counter(keyed_request);
-        (counter.layer == receipt.layer && compiled_rule.rule.sharing != Sharing::Local).then_some(counter)
+        (counter.layer == receipt.layer && compiled_rule.rule.is_shared()).then_some(counter)
     })
 }
 
@@ -535,7 +534,7 @@ mod tests {
     };
     use super::*;
     use transom_limiter::decision::Decision;
-    use transom_limiter::rule::Rule;
+    use transom_limiter::rule::{Rule, Sharing};
 
     #[test]
     fn a_window_that_the_store_cannot_know_yet_is_not_asked_for() {

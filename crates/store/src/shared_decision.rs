@@ -21,7 +21,7 @@ use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::handles::{ChargePosition, Handle, PlanPosition};
-use transom_limiter::rule::{OnOutage, Sharing};
+use transom_limiter::rule::OnOutage;
 use transom_limiter::rule_set::{CountingMode, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::store_key::StoreKeys;
@@ -215,8 +215,7 @@ impl SharedCounters {
             NextStep::Unavailable => BeginResult::Unavailable,
             next => {
                 let is_shared = |position| {
-                    charge_plan.rule(position).rule.sharing != Sharing::Local
-                        && context.inputs.keyed_requests[position].is_some()
+                    charge_plan.rule(position).rule.is_shared() && context.inputs.keyed_requests[position].is_some()
                 };
                 let store_key = |position| if is_shared(position) { store_key(position) } else { None };
                 BeginResult::Pending(Box::new(SharedDecision {
@@ -650,7 +649,7 @@ mod tests {
     };
     use super::*;
     use transom_limiter::handles::{Handle, RuleId};
-    use transom_limiter::rule::{OnLimit, Rule};
+    use transom_limiter::rule::{OnLimit, Rule, Sharing};
     use transom_limiter::window::Windows;
 
     const DELAY: OnLimit = OnLimit::Delay { max_delay_ms: 2 * HOUR_MS, max_waiting: 9 };
