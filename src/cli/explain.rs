@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http::Request;
 use http::header::{ACCEPT, CONTENT_TYPE};
 use http_body_util::Full;
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 use tokio::runtime::{Builder, LocalOptions};
 
 use super::admin_client::{self, AskedGateway, RunningGateway};
@@ -62,6 +62,20 @@ fn read_data(text: &str) -> Result<String, String> {
 impl Options {
     fn method(&self) -> &str {
         self.method.as_deref().unwrap_or(Question::method_with(&self.body))
+    }
+
+    /// The body of `POST /v1/explain` that asks about the request.
+    fn to_json(&self) -> Value {
+        let mut headers: Map<String, Value> = Map::new();
+        for (name, value) in &self.headers {
+            let values = headers.entry(name.to_ascii_lowercase()).or_insert_with(|| json!([]));
+            values.as_array_mut().into_iter().for_each(|values| values.push(json!(value)));
+        }
+        json!({
+            "method": self.method(), "url": self.url, "headers": headers,
+            "body": Some(&self.body).filter(|body| !body.is_empty()),
+            "client": self.client.to_string(), "as_client": self.as_client,
+        })
     }
 }
 
@@ -136,12 +150,10 @@ async fn explain_by_config(
 async fn ask_gateway(gateway: &RunningGateway, options: &Options) -> Result<Option<String>, String> {
     let address = &gateway.address;
     let failed = |reason: String| format!("the gateway at http://{address} cannot explain the request: {reason}");
-    let Options { url, headers, body, client, as_client, .. } = options;
-    let question = Question::to_json(options.method(), url, headers, body, *client, as_client.as_deref());
     let request = Request::post("/v1/explain")
         .header(CONTENT_TYPE, "application/json")
         .header(ACCEPT, if options.json { "application/json" } else { "text/plain" });
-    let request = request.body(Full::new(Bytes::from(question.to_string())));
+    let request = request.body(Full::new(Bytes::from(options.to_json().to_string())));
     let request = request.map_err(|error| failed(error.to_string()))?;
     match gateway.send(request).await.map_err(failed)? {
         Some(body) if options.json => {

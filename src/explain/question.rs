@@ -6,7 +6,7 @@ use http::header::{HOST, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::uri::PathAndQuery;
 use http::{Method, Request, Uri};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use transom_http::client_address::ClientAddress;
 use transom_http::path_normalize::encode_query;
@@ -126,25 +126,6 @@ impl Question {
     pub fn method_with(body: &str) -> &'static str {
         if body.is_empty() { "GET" } else { "POST" }
     }
-
-    /// The body of `POST /v1/explain` that asks a question.
-    pub fn to_json(
-        method: &str,
-        url: &str,
-        fields: &[(String, String)],
-        body: &str,
-        client: ClientAddress,
-        as_client: Option<&str>,
-    ) -> Value {
-        let mut headers: Map<String, Value> = Map::new();
-        for (name, value) in fields {
-            let values = headers.entry(name.to_ascii_lowercase()).or_insert_with(|| json!([]));
-            values.as_array_mut().into_iter().for_each(|values| values.push(json!(value)));
-        }
-        let body = Some(body).filter(|body| !body.is_empty());
-        let client = client.to_string();
-        json!({ "method": method, "url": url, "headers": headers, "body": body, "client": client, "as_client": as_client })
-    }
 }
 
 const NOT_HEADERS: &str = "`headers` is not an object of strings or lists of strings";
@@ -166,12 +147,19 @@ fn fields_of(headers: &Map<String, Value>) -> Option<Vec<(String, String)>> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn question(url: &str, fields: &[(&str, &str)]) -> Result<Question, String> {
         let fields: Vec<_> = fields.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let asked = Question::new("GET", url, &fields, Question::CLIENT);
-        let body = Question::to_json("GET", url, &fields, "", Question::CLIENT, None).to_string();
+        let mut headers: Map<String, Value> = Map::new();
+        for (name, value) in &fields {
+            let values = headers.entry(name.to_ascii_lowercase()).or_insert_with(|| json!([]));
+            values.as_array_mut().unwrap().push(json!(value));
+        }
+        let body = json!({ "method": "GET", "url": url, "headers": headers }).to_string();
         let parsed = Question::from_json(body.as_bytes());
         let head = |question: &Result<Question, String>| {
             question.as_ref().map(|q| (q.parts.uri.clone(), q.parts.headers.clone(), q.is_secure)).map_err(Clone::clone)

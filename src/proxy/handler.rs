@@ -38,7 +38,7 @@ use transom_config::limits::Timeouts;
 use transom_config::path::ForwardPath;
 use transom_http::error::RequestError;
 use transom_http::forwarded::ClientInfo;
-use transom_http::headers::SpecialFields;
+use transom_http::headers::{ConfiguredFields, SpecialFields};
 use transom_http::request_validation::{Schemes, ValidatedRequest};
 use transom_http::websocket_handshake::UpgradeMethod;
 use transom_http::{forward_auth, headers, path_normalize, request_validation};
@@ -641,8 +641,8 @@ impl ForwardPlan {
             served.config.routes[self.route].websocket && supports_upgrade()
         })?;
         let peer = &request_context.peer.connection.address_field;
-        let (client, client_field) = (request_context.client, served.client_field());
-        headers::forward_request(&mut parts.headers, special_fields, peer, client, client_field, &served.key_fields);
+        let configured = ConfiguredFields { client: served.client_field(), keys: &served.key_fields };
+        headers::forward_request(&mut parts.headers, special_fields, peer, request_context.client, configured);
         let path = self.actions.as_mut().and_then(|actions| actions.path.take()).or(path);
         if let Some(actions) = &mut self.actions {
             actions.apply_to_request(&mut parts.headers);

@@ -47,7 +47,7 @@ use transom_runtime::metrics::events::{
     UpstreamMetrics, UsageCounters, WindowMetrics,
 };
 use transom_runtime::metrics::storage::GaugeGuard;
-use transom_runtime::metrics::upstream::{ActiveGauge, ConnectionGauge, RetryMetrics};
+use transom_runtime::metrics::upstream::{ActiveGauge, ConnectionGauge};
 use transom_runtime::metrics::{Registry, WorkerId};
 use transom_store::counter_access::CounterAccess;
 use transom_usage::usage::Kind;
@@ -249,9 +249,8 @@ impl WorkerUpstreams {
             }
             let urls: Vec<&str> = servers.iter().map(|monitored| monitored.server.url.as_str()).collect();
             let metrics = UpstreamMetrics::new(registry, worker_id, &upstream.name, &urls);
-            let retries = RetryMetrics::new(registry, worker_id, &upstream.name);
             let (upstream_health, former) = (Arc::clone(upstream_health), former.map(|former| &**former));
-            Target::Servers(Forwarder::new(upstream_health, pools, metrics, retries, clock.clone(), former))
+            Target::Servers(Forwarder::new(upstream_health, pools, metrics, clock.clone(), former))
         };
         let targets = served.config.upstreams.iter().zip(&served.upstream_health).map(&mut target).collect();
         WorkerUpstreams { targets, server_pools }

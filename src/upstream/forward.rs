@@ -39,7 +39,7 @@ use transom_limiter::handles::IdVec;
 use transom_rules::public_location::UrlAuthority;
 use transom_runtime::clock::Clock;
 use transom_runtime::metrics::events::{UpstreamMetrics, UpstreamOutcome};
-use transom_runtime::metrics::upstream::{RetryMetrics, UpstreamLimit};
+use transom_runtime::metrics::upstream::UpstreamLimit;
 
 /// Default number of retries: one for each other server, up to this maximum.
 const DEFAULT_RETRIES_MAX: usize = 2;
@@ -50,7 +50,6 @@ pub struct Forwarder {
     load_balancer: LoadBalancer,
     retry_budget: RetryBudget,
     metrics: UpstreamMetrics<ServerId>,
-    retry_meter: RetryMetrics,
     /// With `hold`.
     hold: Option<Rc<Hold>>,
     clock: Clock,
@@ -199,8 +198,7 @@ impl Forwarder {
     pub fn new(
         upstream_health: Arc<UpstreamHealth>,
         servers: IdVec<ServerId, Rc<ServerPool>>,
-        meter: UpstreamMetrics<ServerId>,
-        retries: RetryMetrics,
+        metrics: UpstreamMetrics<ServerId>,
         clock: Clock,
         previous: Option<&Forwarder>,
     ) -> Rc<Forwarder> {
@@ -212,8 +210,7 @@ impl Forwarder {
             load_balancer: LoadBalancer::new(&upstream_health, servers),
             hold: upstream_health.policy.hold.map(|_| former_hold.clone().unwrap_or_default()),
             upstream_health,
-            metrics: meter,
-            retry_meter: retries,
+            metrics,
             clock,
         });
         if let Some(hold) = former_hold.as_ref().or(forwarder.hold.as_ref()) {
@@ -412,7 +409,7 @@ impl Forwarder {
     }
 
     fn reject(&self, limit: UpstreamLimit) -> RequestError {
-        self.retry_meter.refused(limit);
+        self.metrics.retries.refused(limit);
         RequestError::Overloaded
     }
 
@@ -455,7 +452,7 @@ impl Forwarder {
                 else {
                     return Err(self.reject(UpstreamLimit::Pending));
                 };
-                let _waiting = self.retry_meter.count_waiting();
+                let _waiting = self.metrics.retries.count_waiting();
                 match tokio::time::timeout(limit, server.enqueue(!forwarding.is_exclusive)).await {
                     Ok(Ok(Offer::Connection(connection))) => return Ok((connection, true)),
                     Ok(Ok(Offer::Permit(permit))) => Some(permit),
@@ -496,7 +493,7 @@ impl Forwarder {
         let may_be_sent = forwarding.may_be_sent;
         let failed = |error| ForwardError { error, may_be_sent, was_held: true };
         let unreachable = |of, why: &str| {
-            self.retry_meter.refused(of);
+            self.metrics.retries.refused(of);
             let retry_after_s = limit.as_secs() + u64::from(limit.subsec_nanos() > 0);
             failed(RequestError::Unreachable { retry_after_s, cause: format!("{why}: {}", queue.last_failure()) })
         };
@@ -509,7 +506,7 @@ impl Forwarder {
             let for_ms = limit.as_millis() as u64;
             tracing::warn!(upstream, for_ms, "no server is reachable, requests wait: {}", queue.last_failure());
         }
-        let counted = self.retry_meter.count_held();
+        let counted = self.metrics.retries.count_held();
         let end = forwarding.deadline.map_or(until, |deadline| until.min(deadline));
         let connecting = self.connect_when_reachable(&hold, ticket, forwarding, limits);
         let connected = tokio::time::timeout(end.saturating_duration_since(began), connecting).await;
@@ -832,14 +829,14 @@ impl Forwarder {
         }
         let mut retry = Retry::Now;
         if !matches!(cause, RetryCause::Connect { is_free: true }) && !self.retry_budget.try_spend(now) {
-            self.retry_meter.over_budget();
+            self.metrics.retries.over_budget();
             if self.hold.is_none() || !matches!(cause, RetryCause::Reset) {
                 return Retry::No;
             }
             retry = Retry::AfterWait;
         }
         forwarding.retries_left -= 1;
-        self.retry_meter.retried();
+        self.metrics.retries.retried();
         retry
     }
 

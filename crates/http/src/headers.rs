@@ -93,16 +93,23 @@ impl SpecialFields {
     }
 }
 
+/// Fields of requests that the configuration names.
+#[derive(Clone, Copy)]
+pub struct ConfiguredFields<'a> {
+    /// Has the address of the client, if trusted proxies name it there.
+    pub client: Option<&'a HeaderName>,
+    /// Parts of rule keys, which stay.
+    pub keys: &'a [HeaderName],
+}
+
 /// Prepares the fields of a request for the upstream: removes hop-by-hop fields and adds the forwarding fields. `peer` is
-/// the other end of the connection, `client` the client behind it. `client_field` has the address of the client, if trusted
-/// proxies name it there. Fields in `keys` are parts of rule keys, and stay.
+/// the other end of the connection, `client` the client behind it.
 pub fn forward_request(
     headers: &mut HeaderMap,
     special: SpecialFields,
     peer: &HeaderValue,
     client: &ClientInfo,
-    client_field: Option<&HeaderName>,
-    keys: &[HeaderName],
+    ConfiguredFields { client: client_field, keys }: ConfiguredFields<'_>,
 ) {
     let forwarded = if client.trusted_header == Some(ForwardedField::Forwarded) {
         forwarded_value(headers, peer, client)
@@ -405,7 +412,8 @@ mod tests {
                 ..ClientInfo::of_peer("198.51.100.1".parse().unwrap(), true)
             },
         };
-        forward_request(&mut headers, special, &address, &client, None, &[HeaderName::from_static("x-api-key")]);
+        let keys = [HeaderName::from_static("x-api-key")];
+        forward_request(&mut headers, special, &address, &client, ConfiguredFields { client: None, keys: &keys });
         headers
     }
 
@@ -419,7 +427,8 @@ mod tests {
         {
             let mut fields = headers(&[("host", "a"), ("x-real-ip", "192.0.2.7"), ("connection", "x-real-ip")]);
             let (special, peer) = (SpecialFields::present_in(&fields), address_value("10.0.0.1".parse().unwrap()));
-            forward_request(&mut fields, special, &peer, &client, Some(&field), std::slice::from_ref(&field));
+            let configured = ConfiguredFields { client: Some(&field), keys: std::slice::from_ref(&field) };
+            forward_request(&mut fields, special, &peer, &client, configured);
             assert_eq!(fields.contains_key(&field), stays, "{client:?}");
         }
     }

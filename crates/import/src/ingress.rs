@@ -95,6 +95,16 @@ struct Importer<'d> {
 /// The annotations of ingress-nginx on one object.
 struct Annotations<'d>(Option<&'d Node>);
 
+/// A path of an Ingress.
+#[derive(Clone, Copy)]
+struct IngressPath<'a> {
+    text: &'a str,
+    /// Its `pathType`.
+    kind: Option<&'a str>,
+    annotations: &'a Annotations<'a>,
+    node: &'a Node,
+}
+
 impl<'d> Annotations<'d> {
     fn entry(&self, name: &str) -> Option<&'d Entry> {
         self.0?.setting(&format!("{PREFIX}{name}"))
@@ -214,8 +224,8 @@ impl<'d> Importer<'d> {
                 section.set("rules", rules.clone());
             }
             self.set_actions(&annotations, &mut section);
-            let path = path.and_then(Node::text).unwrap_or("/");
-            self.add_routes(hosts, path, kind, &annotations, section, node);
+            let text = path.and_then(Node::text).unwrap_or("/");
+            self.add_routes(&IngressPath { text, kind, annotations: &annotations, node }, hosts, section);
         }
     }
 
@@ -250,15 +260,8 @@ impl<'d> Importer<'d> {
         }
     }
 
-    fn add_routes(
-        &mut self,
-        hosts: Vec<String>,
-        path: &str,
-        kind: Option<&str>,
-        annotations: &Annotations,
-        mut section: Section,
-        node: &Node,
-    ) {
+    fn add_routes(&mut self, ingress_path: &IngressPath<'_>, hosts: Vec<String>, mut section: Section) {
+        let IngressPath { text: path, kind, annotations, node } = *ingress_path;
         let host = hosts.first().cloned().unwrap_or_default();
         let is_regex_host = self.regex_hosts.contains(&host);
         let is_regex = is_regex_host
@@ -272,7 +275,7 @@ impl<'d> Importer<'d> {
         }
         let patterns = match kind {
             Some("Exact") if !is_regex => vec![literal(path)],
-            _ if is_regex => match self.regex_patterns(path, kind, &host, annotations, &mut section, node) {
+            _ if is_regex => match self.regex_patterns(ingress_path, &host, &mut section) {
                 Some(patterns) => patterns,
                 None => {
                     node.setting("path").into_iter().for_each(Entry::leave_out);
@@ -303,13 +306,11 @@ impl<'d> Importer<'d> {
     /// The patterns of a path that is a regular expression for ingress-nginx, also without being meant as one.
     fn regex_patterns(
         &mut self,
-        path: &str,
-        kind: Option<&str>,
+        ingress_path: &IngressPath<'_>,
         host: &str,
-        annotations: &Annotations,
         section: &mut Section,
-        node: &Node,
     ) -> Option<Vec<String>> {
+        let IngressPath { text: path, kind, annotations, node } = *ingress_path;
         let effect = if section.restricts() { Effect::NotEnforced } else { Effect::Differs };
         let mut note = |text: String| section.comment(self.gateway.placed_note(effect, &node.position, text));
         // The paths below an exact one have a location of their own, and otherwise one more.

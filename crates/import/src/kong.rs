@@ -119,6 +119,15 @@ struct Importer<'d> {
     has_plain_regexes: bool,
 }
 
+/// A plugin that limits the requests of a route.
+struct LimitingPlugin<'d, 'c> {
+    name: &'d str,
+    node: &'d Node,
+    config: &'c Node,
+    /// Whether the route lets only known clients pass.
+    is_known: bool,
+}
+
 /// Who is admitted to a route.
 #[derive(Default)]
 struct Admission {
@@ -247,8 +256,8 @@ impl<'d> Importer<'d> {
             match name {
                 "key-auth" | "key-auth-enc" => {}
                 name if LIMITING.contains(&name) => {
-                    let rule = self.limit(plugin, config, name, is_known, route, service);
-                    rules.extend(rule);
+                    let plugin = LimitingPlugin { name, node: plugin, config, is_known };
+                    rules.extend(self.limit(plugin, route, service));
                 }
                 "acl" => self.set_acl(config, is_known, &mut admission, plugin, section),
                 "ip-restriction" => set_networks(config, &mut admission, section, &mut self.gateway),
@@ -346,10 +355,7 @@ impl<'d> Importer<'d> {
     /// The rule of a plugin that limits.
     fn limit(
         &mut self,
-        plugin: &'d Node,
-        config: &Node,
-        plugin_name: &'d str,
-        is_known: bool,
+        LimitingPlugin { name: plugin_name, node: plugin, config, is_known }: LimitingPlugin<'d, '_>,
         route: &'d Node,
         service: Option<&'d Node>,
     ) -> Option<String> {

@@ -130,6 +130,8 @@ const NO_REDIRECT: &str =
     "without TLS here, it would have no end; with [listen.https], write a route with `scheme = \"http\"`";
 /// Where the gateway listens while the certificates or the address of the entry point are elsewhere.
 const LOOPBACK: &str = "127.0.0.1:8080";
+/// Chains of middlewares in one another.
+const CHAINS_MAX: usize = 8;
 
 /// The names of the entry points whose requests reach a router. One that names none has the default ones.
 fn points_of<'d>(router: &'d Entry, points: &[&'d Entry]) -> Vec<&'d str> {
@@ -344,7 +346,7 @@ impl<'d> Importer<'d> {
         }
         let mut applied = Applied::default();
         let middlewares = [self.point_middlewares.clone(), node.texts_of("middlewares")].concat();
-        self.apply(&middlewares, router, &mut section, &mut applied, 0);
+        self.apply(&middlewares, router, &mut section, &mut applied);
         if !applied.rules.is_empty() {
             let place = section.settings.iter().position(|(name, _)| name == "upstream").map_or(0, |place| place + 1);
             section.settings.insert(place, ("rules".to_owned(), applied.rules.clone().into()));
@@ -405,24 +407,17 @@ impl<'d> Importer<'d> {
         }
     }
 
-    fn apply(
-        &mut self,
-        names: &[&'d str],
-        router: &'d Entry,
-        section: &mut Section,
-        applied: &mut Applied,
-        depth: usize,
-    ) {
+    fn apply(&mut self, names: &[&'d str], router: &'d Entry, section: &mut Section, applied: &mut Applied) {
         for name in names {
             let found = self.middlewares.iter().find(|middleware| Some(&*middleware.key) == in_files(name)).copied();
-            let Some(middleware) = found.filter(|_| depth < 8) else {
+            let Some(middleware) = found.filter(|_| applied.depth < CHAINS_MAX) else {
                 let text = format!("the middleware `{name}` is not in the files: the route is closed");
                 section.comment(self.gateway.placed_note(Effect::Stricter, &router.node.position, text));
                 section.close(403);
                 continue;
             };
             for kind in middleware.node.settings() {
-                self.apply_one(middleware, kind, router, section, applied, depth);
+                self.apply_one(middleware, kind, router, section, applied);
             }
         }
     }
@@ -434,11 +429,14 @@ impl<'d> Importer<'d> {
         router: &'d Entry,
         section: &mut Section,
         applied: &mut Applied,
-        depth: usize,
     ) {
         let node = &kind.node;
         match kind.key.as_str() {
-            "chain" => self.apply(&node.texts_of("middlewares"), router, section, applied, depth + 1),
+            "chain" => {
+                applied.depth += 1;
+                self.apply(&node.texts_of("middlewares"), router, section, applied);
+                applied.depth -= 1;
+            }
             "rateLimit" | "inFlightReq" => applied.rules.extend(self.limit(middleware, kind)),
             "ipAllowList" | "ipWhiteList" => {
                 let ranges: Vec<String> =
@@ -686,6 +684,8 @@ fn drop_alternative(
 /// What middlewares do with the path, and the rules of a router.
 #[derive(Default)]
 struct Applied {
+    /// Chains in which the middleware being applied is, one in another.
+    depth: usize,
     rules: Vec<String>,
     strip: Vec<String>,
     add: Option<String>,

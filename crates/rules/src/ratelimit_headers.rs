@@ -70,54 +70,58 @@ static NEAREST_FIELDS: [NearestFields; 7] = {
     use RateLimitStyle::{Anthropic, Legacy, OpenAi};
     use ResetForm::{Duration, Seconds, Timestamp};
     [
-        NearestFields::new(Legacy, ALL, Seconds, "x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset"),
+        NearestFields::new(Legacy, ALL, Seconds, ["x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset"]),
         NearestFields::new(
             OpenAi,
             REQUESTS,
             Duration,
-            "x-ratelimit-limit-requests",
-            "x-ratelimit-remaining-requests",
-            "x-ratelimit-reset-requests",
+            ["x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"],
         ),
         NearestFields::new(
             OpenAi,
             TOKENS,
             Duration,
-            "x-ratelimit-limit-tokens",
-            "x-ratelimit-remaining-tokens",
-            "x-ratelimit-reset-tokens",
+            ["x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"],
         ),
         NearestFields::new(
             Anthropic,
             REQUESTS,
             Timestamp,
-            "anthropic-ratelimit-requests-limit",
-            "anthropic-ratelimit-requests-remaining",
-            "anthropic-ratelimit-requests-reset",
+            [
+                "anthropic-ratelimit-requests-limit",
+                "anthropic-ratelimit-requests-remaining",
+                "anthropic-ratelimit-requests-reset",
+            ],
         ),
         NearestFields::new(
             Anthropic,
             TOKENS,
             Timestamp,
-            "anthropic-ratelimit-tokens-limit",
-            "anthropic-ratelimit-tokens-remaining",
-            "anthropic-ratelimit-tokens-reset",
+            [
+                "anthropic-ratelimit-tokens-limit",
+                "anthropic-ratelimit-tokens-remaining",
+                "anthropic-ratelimit-tokens-reset",
+            ],
         ),
         NearestFields::new(
             Anthropic,
             INPUT,
             Timestamp,
-            "anthropic-ratelimit-input-tokens-limit",
-            "anthropic-ratelimit-input-tokens-remaining",
-            "anthropic-ratelimit-input-tokens-reset",
+            [
+                "anthropic-ratelimit-input-tokens-limit",
+                "anthropic-ratelimit-input-tokens-remaining",
+                "anthropic-ratelimit-input-tokens-reset",
+            ],
         ),
         NearestFields::new(
             Anthropic,
             OUTPUT,
             Timestamp,
-            "anthropic-ratelimit-output-tokens-limit",
-            "anthropic-ratelimit-output-tokens-remaining",
-            "anthropic-ratelimit-output-tokens-reset",
+            [
+                "anthropic-ratelimit-output-tokens-limit",
+                "anthropic-ratelimit-output-tokens-remaining",
+                "anthropic-ratelimit-output-tokens-reset",
+            ],
         ),
     ]
 };
@@ -127,9 +131,7 @@ impl NearestFields {
         style: RateLimitStyle,
         units: ReportedUnits,
         reset_form: ResetForm,
-        limit: &'static str,
-        remaining: &'static str,
-        reset: &'static str,
+        [limit, remaining, reset]: [&'static str; 3],
     ) -> NearestFields {
         NearestFields {
             style,

@@ -525,6 +525,7 @@ impl UpstreamOutcome {
 /// Metrics of one upstream in one worker.
 #[derive(Debug)]
 pub struct UpstreamMetrics<I> {
+    pub retries: upstream::RetryMetrics,
     duration: Arc<Histogram>,
     /// By server, then by outcome.
     servers: IdVec<I, [Arc<MetricCell>; 5]>,
@@ -542,6 +543,7 @@ impl<I: Handle> UpstreamMetrics<I> {
             })
         };
         UpstreamMetrics {
+            retries: upstream::RetryMetrics::new(registry, worker, upstream),
             duration: registry.histogram(&UPSTREAM_DURATION, worker, &[("upstream", upstream)]),
             servers: servers.iter().map(cells).collect(),
         }
