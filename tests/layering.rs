@@ -172,6 +172,7 @@ const ORDERS: [(&str, &[&str]); 9] = [
     (
         "rules",
         &[
+            "resolved_query",
             "resolved_request",
             "compiled_config",
             "access",

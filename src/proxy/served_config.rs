@@ -32,13 +32,10 @@ impl ServedConfig {
         live: LiveData,
     ) -> Arc<ServedConfig> {
         let compiled = CompiledConfig::new(config, seed, rule_set, live);
-        let CompiledConfig { rule_set, overrides, digester, clients, client_checks, access, .. } = &compiled;
         let log =
             |plan: &str| tracing::warn!(plan, "a token names a plan that no rule defines: its subject is not known");
-        clients.iter().for_each(|clients| _ = clients.current().on_undefined_plan.set(log));
-        let decision_service = DecisionService::new(rule_set, overrides, seed, digester.clone());
-        let decision_service =
-            decision_service.with_clients(clients.as_ref(), client_checks.clone()).with_access(access.as_ref());
+        compiled.clients.iter().for_each(|clients| _ = clients.current().on_undefined_plan.set(log));
+        let decision_service = DecisionService::new(&compiled, seed);
         Arc::new(ServedConfig {
             compiled: Arc::new(compiled),
             upstream_health: upstream_health.into(),

@@ -22,7 +22,7 @@ use super::messages::envoy::service::ratelimit::v3::rate_limit_response::rate_li
 use super::messages::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus, RateLimit};
 use super::messages::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use super::messages::envoy::r#type::v3::RateLimitUnit;
-use crate::decision::{CountedDecision, DecisionOutputs, KeyedRule, RuleKeyValues};
+use crate::decision::{CountedDecision, DecisionOutputs};
 use crate::proxy::response::ResponseBody;
 use crate::proxy::served_config::ServedConfig;
 use crate::proxy::worker_config::{DecisionBuffers, WorkerConfig};
@@ -39,6 +39,7 @@ use transom_limiter::verdict::{Verdicts, WindowVerdict};
 use transom_limiter::window::Windows;
 use transom_rules::compiled_config::CompiledConfig;
 use transom_rules::ratelimit_headers::RateLimitTemplate;
+use transom_rules::resolved_query::{KeyedRule, RuleKeyValues};
 use transom_rules::responses::{self, RefusalTemplate, RefusedRequest};
 use transom_runtime::metrics::events::{DecisionMetrics, RatelimitServiceMetrics};
 use transom_store::decision_queries::KeyQuery;
@@ -272,11 +273,11 @@ impl ServiceConfig {
             .collect();
         let config = worker.config();
         let (clients, decision_service) = (config.clients(), &self.served().decision_service);
-        let denied_by = decision_service.denied(&values, clients.as_deref(), now_ms).map(|entry| entry.id);
-        let keyed_rules = decision_service.key_rules(&values, clients.as_deref(), true);
+        let resolved = decision_service.rules().resolve(&values, clients.as_deref());
+        let denied_by = decision_service.denied(&resolved, now_ms).map(|entry| entry.id);
         let mut rules = IdVec::<PlanPosition, CalledRule>::new();
         let mut positions = SmallVec::new();
-        for (source, keyed_rule) in keyed_rules.enumerate() {
+        for (source, keyed_rule) in resolved.keyed_rules(true).enumerate() {
             // The value comes from a client. An error would let the request pass.
             let refused =
                 |_unusable| KeyedRule { rule: matched[source].rule, found: Err(NotCounted::Failed), store_key: None };
@@ -303,6 +304,7 @@ impl ServiceConfig {
                 }
             }
         }
+        drop(resolved);
         drop(values);
         let plan = self.plan(rules.iter().map(|rule| (rule.keyed.rule, matched[rule.source].limit)).collect());
         Call { matched, positions, rules, plan, denied_by }

@@ -4,7 +4,8 @@
 //! The gateway uses this crate for every request, and simulations use it for the lines of access logs. Nothing here does I/O, waits or
 //! reads a clock, and the limiter decides.
 //!
-//! `compiled_config` is the entry point, and `resolved_request` finds the route and the keys of a request. Routes: `router`,
+//! `compiled_config` is the entry point, `resolved_request` finds the route and the keys of a request, and `resolved_query` the
+//! keys that callers name. Routes: `router`,
 //! `route_actions`, `public_location`, `descriptors`. Deny and allow lists: `access`. Keys: `key_source`, `rate_limit_key`, `store_key_text`, `client_plans` (with
 //! `sharded_table`, `live_clients`), `overrides`,
 //! `top_keys`. Responses: `responses` (with status codes), `ratelimit_headers`, `response_cost`.
@@ -22,6 +23,7 @@ pub mod overrides;
 pub mod public_location;
 pub mod rate_limit_key;
 pub mod ratelimit_headers;
+pub mod resolved_query;
 pub mod resolved_request;
 pub mod response_cost;
 pub mod responses;
