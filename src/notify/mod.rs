@@ -164,7 +164,7 @@ impl MarkReader {
         verdicts: Verdicts<'_>,
         name: impl Fn() -> Option<KeyName>,
     ) {
-        let (usage, now_ms) = (window.usage(), verdicts.context().result.decided_ms);
+        let (usage, now_ms) = (window.usage(), verdicts.decided_ms());
         let is_sliding = window.kind() == WindowKind::Sliding;
         let period_ms = window.windows().length_ms(usage.end_ms);
         let until_ms = if is_sliding { now_ms + period_ms } else { usage.end_ms };

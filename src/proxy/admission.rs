@@ -282,11 +282,11 @@ impl PendingAdmission {
         if let Decision::Refused = outcome.decision {
             let headers = HeaderMap::new();
             let refused = RefusedRequest { now_ms, id: Some(record.request_id()), headers, text: &mut text };
-            let refused = config.refusal(rules_id, &outcome.context, worker.date(), refused);
+            let refused = config.refusal(rules_id, verdicts, worker.date(), refused);
             return Err(Rejection::Refused(refused.response));
         }
         let policy = config.policy_fields[rules_id].as_ref();
-        let fields = rules.rate_limit_template.render(&outcome.context, policy, now_ms, &mut text);
+        let fields = rules.rate_limit_template.render(verdicts, policy, now_ms, &mut text);
         let SharedOutcome { decision, context, refunds, store_keys } = outcome;
         let by = DecidedBy { worker, config, rules_id, may_hold };
         let pending_cost = PendingCost::new(by, &context, &refunds, || store_keys.clone());

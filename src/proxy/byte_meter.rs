@@ -13,6 +13,7 @@ use std::time::Duration;
 use tokio::task::AbortHandle;
 
 use transom_config::byte_cost::{ByteCost, OnExceeded};
+use transom_limiter::decision::Decision;
 use transom_limiter::handles::PlanPosition;
 use transom_limiter::rule_set::KeyedRequest;
 use transom_store::settlement::RuleCharges;
@@ -168,9 +169,8 @@ impl ByteMeter {
         let context = &mut scratch.context;
         context.inputs.repeat(keyed_requests);
         worker.counters.peek(charge_plan, context);
-        let mut charges =
-            context.charges_of_rule(position).filter(|charge| !charge_plan.layer(charge.layer).is_penalty());
-        charges.any(|charge| charge_plan.takes_later_tokens(charge))
+        let verdict = charge_plan.verdicts(context, &Decision::Admitted).of_rule(position);
+        verdict.windows().any(|window| !window.is_penalty() && window.takes_later_tokens())
     }
 
     fn cut(&self, rule: &MeteredRule) {

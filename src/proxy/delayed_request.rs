@@ -157,7 +157,7 @@ impl DelayedRequest {
                 record.record_decision(self.rules_id, verdicts);
                 self.config.top_keys.count_decision(charge_plan.rules(), verdicts);
                 let mut text = Vec::new();
-                let fields = rules.rate_limit_template.render(&context, None, context.result.decided_ms, &mut text);
+                let fields = rules.rate_limit_template.render(verdicts, None, verdicts.decided_ms(), &mut text);
                 let headers = HeaderMap::new();
                 let (now_ms, id) = (context.result.decided_ms, Some(record.request_id()));
                 let refused = RefusedRequest { now_ms, id, headers, text: &mut text };

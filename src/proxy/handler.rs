@@ -409,12 +409,13 @@ fn decide(
     let (admission, pending) = match evaluation {
         Evaluation::Pending(pending) => (Admission::default(), Some(pending)),
         Evaluation::Decided(decision) => {
-            let decided_ms = context.result.decided_ms;
+            let verdicts = served.route_rules[rules_id].charge_plan.verdicts(context, &decision);
+            let decided_ms = verdicts.decided_ms();
             if let Decision::Refused = decision {
                 let (id, headers) = (record.request_id(), std::mem::take(&mut parts.headers));
                 let refused = RefusedRequest { now_ms: decided_ms, id: Some(id), headers, text };
-                let render = || config.refusal(rules_id, context, worker.date(), refused);
-                let refusal = refusal_cache.refusal(rules_id, decided_ms, context, render);
+                let render = || config.refusal(rules_id, verdicts, worker.date(), refused);
+                let refusal = refusal_cache.refusal(rules_id, decided_ms, verdicts, render);
                 let written = if format.takes_written() { refusal.written() } else { None };
                 return Ok(written.map_or_else(
                     || RequestOutcome::Respond(refusal.response.clone()),
@@ -422,7 +423,7 @@ fn decide(
                 ));
             }
             let policy = config.policy_fields[rules_id].as_ref();
-            let fields = rules.rate_limit_template.render(context, policy, decided_ms, text);
+            let fields = rules.rate_limit_template.render(verdicts, policy, decided_ms, text);
             let store_keys = || resolved.store_keys();
             let by = DecidedBy { worker, config, rules_id, may_hold: resolved.route.may_hold };
             let admission = Admission::new(decision, fields, by, context, store_keys);
@@ -481,7 +482,7 @@ fn decide_by_rules(
             config.name_keys(resolved, &context.inputs.keyed_requests);
         }
         Evaluation::Decided(decision) => {
-            if record.needs_keys(context, decision) {
+            if record.needs_keys(charge_plan.verdicts(context, decision)) {
                 record.set_keys(resolved);
             }
             worker.metrics.decision_took(worker.clock.instant().duration_since(now.instant));

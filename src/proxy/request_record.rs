@@ -32,7 +32,6 @@ use transom_http::http1_head::FirstLine;
 use transom_http::request_id::{RequestId, X_REQUEST_ID};
 use transom_http::trace_context::{SpanContext, TraceParent};
 use transom_limiter::concurrency::{Slot, SlotState};
-use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::rule_set::NotCounted;
@@ -143,9 +142,8 @@ impl RequestRecord {
     }
 
     /// Whether the log says the keys of a decided request. That of a mere admission is in messages for debugging only.
-    pub fn needs_keys(&self, context: &DecisionContext, decision: &Decision) -> bool {
-        let is_plain = || matches!(decision, Decision::Admitted) && context.result.shadowed.is_empty();
-        self.is_logged() && (self.config.logs_requests || !is_plain())
+    pub fn needs_keys(&self, verdicts: Verdicts<'_>) -> bool {
+        self.is_logged() && (self.config.logs_requests || !verdicts.is_mere_admission())
     }
 
     /// The configuration that the request began with.

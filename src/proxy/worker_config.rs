@@ -443,22 +443,21 @@ impl WorkerConfig {
         context.inputs.repeat(keyed_requests);
         counters.peek(charge_plan, context);
         let policy = self.policy_fields[rules_id].as_ref();
-        rate_limit_template.render(context, policy, context.result.decided_ms, text)
+        let verdicts = charge_plan.verdicts(context, &Decision::Admitted);
+        rate_limit_template.render(verdicts, policy, verdicts.decided_ms(), text)
     }
 
-    /// The response to a request that the rules refused, with the result in `context`.
+    /// The response to a request that the rules refused.
     pub fn refusal(
         &self,
         rules_id: RouteRulesId,
-        context: &DecisionContext,
+        verdicts: Verdicts<'_>,
         date: HeaderValue,
         request: RefusedRequest<'_>,
     ) -> RefusalResponse {
         let CompiledConfig { refusal_templates, route_rules, .. } = &**self.served;
-        let RouteRules { charge_plan, rate_limit_template, .. } = &route_rules[rules_id];
         let policy = self.policy_fields[rules_id].as_ref();
-        let fields = rate_limit_template.render(context, policy, request.now_ms, request.text);
-        let verdicts = charge_plan.verdicts(context, &Decision::Refused);
+        let fields = route_rules[rules_id].rate_limit_template.render(verdicts, policy, request.now_ms, request.text);
         let mut refused = responses::refusal_response(verdicts, refusal_templates, fields, request);
         // Set here, because the refusal cache sends copies of the response.
         refused.response.headers_mut().insert(DATE, date);

@@ -397,7 +397,7 @@ impl ServiceConfig {
         let counted = CountedDecision { configured, verdicts, has_own_windows: &has_own_windows };
         let key = |position: PlanPosition| matched[rules[position].source].key.as_slice();
         decision_service.count(&counted, |position| &rules[position].keyed, key, outputs);
-        let fields = plan.template.render(verdicts.context(), plan.policy.as_ref(), now_ms, text);
+        let fields = plan.template.render(verdicts, plan.policy.as_ref(), now_ms, text);
         let (mut headers, raw_body) = match verdicts.is_refused() {
             true => {
                 let headers = HeaderMap::new();

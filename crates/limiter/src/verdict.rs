@@ -10,7 +10,7 @@ use crate::handles::{IdVec, LimitNameId, PlanPosition, RuleId};
 use crate::rule_set::{CompiledLayer, CompiledRule, KeyedRequest, NotCounted};
 use crate::table::Counter;
 use crate::window::Windows;
-use crate::window_kind::{Usage, WindowKind};
+use crate::window_kind::{AcquireRequest, Usage, WindowKind};
 
 /// What one rule decided about a request, without the figures.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -63,10 +63,15 @@ impl ChargePlan {
 }
 
 impl<'a> Verdicts<'a> {
-    /// The result of the decision.
+    /// The time to which the verdicts refer, Unix milliseconds.
     #[inline]
-    pub fn context(self) -> &'a DecisionContext {
-        self.context
+    pub fn decided_ms(self) -> u64 {
+        self.context.result.decided_ms
+    }
+
+    /// Whether the request was admitted at once, and no shadow rule would have refused it in its windows.
+    pub fn is_mere_admission(self) -> bool {
+        matches!(self.decision, Decision::Admitted) && self.shadowed_by_windows().is_empty()
     }
 
     /// Whether the rules together refused the request.
@@ -97,6 +102,12 @@ impl<'a> Verdicts<'a> {
     #[inline]
     pub fn windows(self) -> impl Iterator<Item = WindowVerdict<'a>> {
         self.context.result.charges.iter().map(move |charge| WindowVerdict { charge, all: self })
+    }
+
+    /// The window of a layer, if it was looked at.
+    #[inline]
+    pub fn window_of(self, layer: LayerRef) -> Option<WindowVerdict<'a>> {
+        self.context.charge_of(layer).map(|charge| WindowVerdict { charge, all: self })
     }
 
     /// Those of the windows that have too few tokens left.
@@ -273,11 +284,22 @@ impl<'a> WindowVerdict<'a> {
 
     /// The window that counts penalties of the same rule.
     pub fn penalty(self) -> Option<WindowVerdict<'a>> {
-        let charge = self.all.context.charge_of(self.all.charge_plan.penalty(self.charge.layer.position)?)?;
-        Some(WindowVerdict { charge, all: self.all })
+        self.all.window_of(self.all.charge_plan.penalty(self.charge.layer.position)?)
+    }
+
+    /// What the counter of the key was asked for.
+    #[inline]
+    pub fn request(self) -> AcquireRequest {
+        self.charge.request
+    }
+
+    /// Whether tokens of later windows are taken.
+    pub fn takes_later_tokens(self) -> bool {
+        self.all.charge_plan.takes_later_tokens(self.charge)
     }
 
     /// The usage in responses: see [`DecisionContext::stated_usage`].
+    #[inline]
     pub fn stated_usage(self) -> Usage {
         let penalty = self.all.charge_plan.penalty(self.charge.layer.position);
         self.all.context.stated_usage(self.charge, penalty, u64::from(self.capacity()))

@@ -16,11 +16,11 @@ use sfv::{List, ListEntry, Parser};
 use smallvec::SmallVec;
 
 use transom_config::rule::{GatewayRule, QuotaUnit, RateLimitStyle};
-use transom_limiter::charge_plan::{ChargePlan, LayerCharge, LayerRef};
+use transom_limiter::charge_plan::{ChargePlan, LayerRef};
 use transom_limiter::concurrency::ConcurrencyUsage;
-use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, LayerId, PlanPosition, RuleId, VariantId};
 use transom_limiter::limit::Limit;
+use transom_limiter::verdict::{Verdicts, WindowVerdict};
 use transom_limiter::window::Windows;
 use transom_limiter::window_kind::Usage;
 
@@ -233,8 +233,6 @@ struct ReportedRule {
 #[derive(Debug)]
 struct ReportedLayer {
     layer: LayerRef,
-    /// The layer that counts penalties of the rule.
-    penalty: Option<LayerRef>,
     /// Whether the layer belongs to the default variant.
     is_default: bool,
     /// The name as a structured-field string, after the separator from the previous item.
@@ -271,7 +269,6 @@ impl RateLimitTemplate {
             }));
             let layer = |(variant, id, limit): (VariantId, LayerId, &Limit)| ReportedLayer {
                 layer: LayerRef { position, id },
-                penalty: charge_plan.penalty(position),
                 is_default: variant == VariantId::DEFAULT,
                 name: format!(", \"{}\"", rule.layer_name(id)),
                 limit: limit.tokens,
@@ -298,32 +295,32 @@ impl RateLimitTemplate {
     /// The limits of concurrent requests that apply to a request.
     fn concurrency<'a>(
         &'a self,
-        context: &'a DecisionContext,
+        verdicts: Verdicts<'a>,
     ) -> impl Iterator<Item = (&'a ReportedConcurrency, &'a ConcurrencyUsage)> {
-        self.concurrency.iter().filter_map(|reported| {
-            let mut usages = context.result.concurrency.iter();
+        self.concurrency.iter().filter_map(move |reported| {
+            let mut usages = verdicts.slots().iter();
             Some((reported, usages.find(|usage| usage.position == reported.position)?))
         })
     }
 
-    /// The layers that a request was counted in, and their charges.
+    /// The layers that a request was counted in, and their windows.
     fn applicable<'a>(
         &'a self,
-        context: &'a DecisionContext,
-    ) -> impl Iterator<Item = (&'a ReportedLayer, &'a LayerCharge)> {
-        self.applicable_of(self.rules.iter(), context)
+        verdicts: Verdicts<'a>,
+    ) -> impl Iterator<Item = (&'a ReportedLayer, WindowVerdict<'a>)> {
+        self.applicable_of(self.rules.iter(), verdicts)
     }
 
     fn applicable_of<'a>(
         &'a self,
         rules: impl Iterator<Item = &'a ReportedRule>,
-        context: &'a DecisionContext,
-    ) -> impl Iterator<Item = (&'a ReportedLayer, &'a LayerCharge)> {
-        let layers = rules.filter_map(|rule| {
-            let keyed_request = context.inputs.keyed_requests.get(rule.position).copied().flatten()?;
+        verdicts: Verdicts<'a>,
+    ) -> impl Iterator<Item = (&'a ReportedLayer, WindowVerdict<'a>)> {
+        let layers = rules.filter_map(move |rule| {
+            let keyed_request = verdicts.keyed_requests().get(rule.position).copied().flatten()?;
             Some(&self.layers[rule.variants[keyed_request.variant].clone()])
         });
-        layers.flatten().filter_map(|layer| context.charge_of(layer.layer).map(|charge| (layer, charge)))
+        layers.flatten().filter_map(move |layer| verdicts.window_of(layer.layer).map(|window| (layer, window)))
     }
 
     /// `RateLimit-Policy` for requests to which all rules apply in their default variant; `None` if it is not constant:
@@ -343,16 +340,15 @@ impl RateLimitTemplate {
     /// scratch memory.
     pub fn render(
         &self,
-        context: &DecisionContext,
+        verdicts: Verdicts<'_>,
         policy: Option<&HeaderValue>,
         now_ms: u64,
         text: &mut Vec<u8>,
     ) -> RateLimitFields {
         let mut fields = RateLimitFields::default();
         let is_default = |rule: &ReportedRule| {
-            context
-                .inputs
-                .keyed_requests
+            verdicts
+                .keyed_requests()
                 .get(rule.position)
                 .copied()
                 .flatten()
@@ -360,31 +356,31 @@ impl RateLimitTemplate {
         };
         let all_default = self.rules.iter().all(is_default);
         text.clear();
-        for (layer, charge) in self.applicable(context).filter(|(layer, _)| layer.is_ietf) {
-            layer.write_state(layer.usage(charge, context), now_ms, text);
+        for (layer, window) in self.applicable(verdicts).filter(|(layer, _)| layer.is_ietf) {
+            layer.write_state(window.stated_usage(), now_ms, text);
         }
-        for (reported, usage) in self.concurrency(context) {
+        for (reported, usage) in self.concurrency(verdicts) {
             reported.write_state(usage, text);
         }
         fields.state = list(text);
         fields.policy = match policy {
             Some(policy) if all_default => Some(policy.clone()),
-            _ => self.policy_of(context, text),
+            _ => self.policy_of(verdicts, text),
         };
         if !self.nearest.is_empty() {
-            let nearest = self.nearest.iter().filter_map(|fields| self.nearest_limit(fields, context, now_ms));
+            let nearest = self.nearest.iter().filter_map(|fields| self.nearest_limit(fields, verdicts, now_ms));
             fields.nearest = Some(Box::new(nearest.collect()));
         }
         fields
     }
 
     /// `RateLimit-Policy` of the layers that apply to a request.
-    fn policy_of(&self, context: &DecisionContext, text: &mut Vec<u8>) -> Option<HeaderValue> {
+    fn policy_of(&self, verdicts: Verdicts<'_>, text: &mut Vec<u8>) -> Option<HeaderValue> {
         text.clear();
-        for (layer, charge) in self.applicable(context).filter(|(layer, _)| layer.is_ietf) {
-            layer.write_policy(layer.windows.length_ms(charge.usage.end_ms), text);
+        for (layer, window) in self.applicable(verdicts).filter(|(layer, _)| layer.is_ietf) {
+            layer.write_policy(layer.windows.length_ms(window.usage().end_ms), text);
         }
-        for (reported, usage) in self.concurrency(context) {
+        for (reported, usage) in self.concurrency(verdicts) {
             reported.write_policy(usage.limit, text);
         }
         list(text)
@@ -394,12 +390,12 @@ impl RateLimitTemplate {
     fn nearest_limit(
         &self,
         fields: &'static NearestFields,
-        context: &DecisionContext,
+        verdicts: Verdicts<'_>,
         now_ms: u64,
     ) -> Option<NearestLimit> {
         let rules = self.rules.iter().filter(|rule| fields.are_about(rule));
-        let reported = self.applicable_of(rules, context);
-        let reported = reported.map(|(layer, charge)| (layer, layer.usage(charge, context)));
+        let reported = self.applicable_of(rules, verdicts);
+        let reported = reported.map(|(layer, window)| (layer, window.stated_usage()));
         let nearness =
             |(layer, usage): &(&ReportedLayer, Usage)| (layer.remaining(*usage), std::cmp::Reverse(usage.end_ms));
         reported.min_by_key(nearness).map(|(layer, usage)| NearestLimit {
@@ -413,11 +409,6 @@ impl RateLimitTemplate {
 }
 
 impl ReportedLayer {
-    #[inline]
-    fn usage(&self, charge: &LayerCharge, context: &DecisionContext) -> Usage {
-        context.stated_usage(charge, self.penalty, self.capacity)
-    }
-
     fn remaining(&self, usage: Usage) -> u64 {
         self.capacity.saturating_sub(usage.used)
     }

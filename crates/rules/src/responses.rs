@@ -24,9 +24,8 @@ use transom_http::request_id::{RequestId, X_REQUEST_ID};
 use transom_config::key_kind::INVALID_TOKEN;
 use transom_config::response_body::{Body, BodyStyle, RefusalVariable, split_refusal_variables};
 use transom_config::rule::GatewayRule;
-use transom_limiter::charge_plan::{LayerCharge, LayerRef};
+use transom_limiter::charge_plan::LayerRef;
 use transom_limiter::concurrency::{ConcurrencyUsage, SlotState};
-use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::handles::{IdVec, PlanPosition, RuleId};
 use transom_limiter::verdict::{Verdicts, WindowVerdict};
 use transom_limiter::window_kind::{AcquireRequest, Usage};
@@ -739,32 +738,26 @@ struct LayerOutcome {
 }
 
 impl LayerOutcome {
-    fn of(charge: &LayerCharge, now_ms: u64) -> LayerOutcome {
-        let seconds_left = match charge.request.kind.carries_debt() {
+    fn of(window: WindowVerdict<'_>, now_ms: u64) -> LayerOutcome {
+        let (request, usage) = (window.request(), window.usage());
+        let seconds_left = match request.kind.carries_debt() {
             true => now_ms,
-            false => seconds_until(charge.usage.end_ms, now_ms),
+            false => seconds_until(usage.end_ms, now_ms),
         };
-        LayerOutcome {
-            layer: charge.layer,
-            request: charge.request,
-            usage: charge.usage,
-            is_full: charge.is_full,
-            seconds_left,
-        }
+        LayerOutcome { layer: window.layer(), request, usage, is_full: window.is_full(), seconds_left }
     }
 }
 
 impl RefusalCache {
-    /// The previous response, if it is of the same second and states the same times, or that of `render`. `rules` decided in
-    /// `context`.
+    /// The previous response, if it is of the same second and states the same times, or that of `render`.
     pub fn refusal(
         &mut self,
         rules: RouteRulesId,
         now_ms: u64,
-        context: &DecisionContext,
+        verdicts: Verdicts<'_>,
         render: impl FnOnce() -> RefusalResponse,
     ) -> &mut RefusalResponse {
-        let outcomes = || context.result.charges.iter().map(|charge| LayerOutcome::of(charge, now_ms));
+        let outcomes = || verdicts.windows().map(|window| LayerOutcome::of(window, now_ms));
         let is_repeatable = |refused: &RefusalResponse| match refused.states_ms {
             true => self.now_ms == now_ms,
             // That of `Date`.
@@ -773,12 +766,13 @@ impl RefusalCache {
         let is_same = self.refused.as_ref().is_some_and(|refused| !refused.is_unique && is_repeatable(refused))
             && self.rules == Some(rules)
             && self.outcomes.iter().copied().eq(outcomes())
-            && self.concurrency == context.result.concurrency;
+            && self.concurrency == verdicts.slots();
         if !is_same {
             (self.rules, self.now_ms) = (Some(rules), now_ms);
             self.outcomes.clear();
             self.outcomes.extend(outcomes());
-            self.concurrency.clone_from(&context.result.concurrency);
+            self.concurrency.clear();
+            self.concurrency.extend_from_slice(verdicts.slots());
             self.refused = None;
         }
         self.refused.get_or_insert_with(|| {
@@ -827,10 +821,17 @@ impl Date {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::rate_limit_key::tests::{SEED, rule};
     use transom_limiter::acquire::Charge;
+    use transom_limiter::charge_plan::LayerCharge;
+    use transom_limiter::decision::Decision;
+    use transom_limiter::decision_context::DecisionContext;
     use transom_limiter::handles::{Handle, LayerId, LayerPosition};
-    use transom_limiter::rule_set::CountingMode;
+    use transom_limiter::key::OnMissing;
+    use transom_limiter::rule_set::{CountingMode, RuleSet};
     use transom_limiter::table::Counter;
     use transom_limiter::window_kind::WindowKind;
 
@@ -886,6 +887,8 @@ mod tests {
         const NOW_MS: u64 = 1_700_000_000_200;
         let rendered = |at_ms: &[u64], kind: WindowKind, states_ms: bool| {
             let (mut cache, mut context) = (RefusalCache::default(), DecisionContext::default());
+            let rules = Arc::new(RuleSet::new(&[rule(&[], OnMissing::Never)], SEED, None));
+            let charge_plan = rules.charge_plan([RuleId::at(0)]);
             let layer = LayerRef {
                 position: PlanPosition::FIRST,
                 id: LayerId { rule: RuleId::at(0), position: LayerPosition::FIRST },
@@ -896,7 +899,8 @@ mod tests {
             context.result.charges.push(LayerCharge { layer, mode: CountingMode::Local, charge });
             let mut rendered = 0;
             for now_ms in at_ms {
-                cache.refusal(RouteRulesId::at(0), *now_ms, &context, || {
+                let verdicts = charge_plan.verdicts(&context, &Decision::Refused);
+                cache.refusal(RouteRulesId::at(0), *now_ms, verdicts, || {
                     rendered += 1;
                     refusal(Response::new(Bytes::new()), states_ms)
                 });
