@@ -397,12 +397,18 @@ impl DecisionService {
     ) {
         let CountedDecision { configured, verdicts, has_own_windows } = *counted;
         let DecisionOutputs { metrics, top_keys, marks, readable_digester } = outputs;
+        let is_enforced = |position: PlanPosition| !configured.shadow_rules().contains(&position);
 
         for (verdict, rule) in verdicts.rules().map(|verdict| (verdict, rule(verdict.position))) {
             match verdict.outcome() {
                 Outcome::NotCounted(NotCounted::Exempt) => metrics.exempt(rule.rule),
                 Outcome::NotCounted(NotCounted::Skipped) => {}
-                Outcome::NotCounted(NotCounted::UnknownKey | NotCounted::Failed) => metrics.refused(rule.rule),
+                Outcome::NotCounted(NotCounted::UnknownKey | NotCounted::Failed) => {
+                    match is_enforced(verdict.position) {
+                        true => metrics.refused(rule.rule),
+                        false => metrics.shadowed(rule.rule),
+                    }
+                }
                 Outcome::Shadowed => metrics.shadowed(rule.rule),
                 Outcome::Refused => metrics.refused(rule.rule),
                 Outcome::RefusedElsewhere => {}
@@ -425,7 +431,6 @@ impl DecisionService {
         if let Some(marks) = marks {
             marks.read(configured.rules(), verdicts, |position| Some(name(position)));
         }
-        let is_enforced = |position| !configured.shadow_rules().contains(&position);
         let is_counted = |position| is_enforced(position) && has_own_windows(position);
         let full = verdicts.full_windows().map(|window| (window.layer().position, window.counted_name()));
         let counted = full.filter(|(position, _)| is_counted(*position));

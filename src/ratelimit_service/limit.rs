@@ -415,7 +415,7 @@ impl ServiceConfig {
         };
         // Envoy sets the length itself.
         headers.remove(CONTENT_LENGTH);
-        let is_over_limit = verdicts.is_refused() || rules.iter().any(|rule| rule.keyed.is_refused());
+        let is_over_limit = verdicts.is_refused() || rules.ids().any(|position| call.refuses_key(position));
         self.calls.answered(is_over_limit);
         encode(&RateLimitResponse {
             overall_code: code(is_over_limit),
@@ -468,6 +468,13 @@ fn with_limit(rule: &Rule, limit: Limit) -> Rule {
     Rule { layers: vec![limit], plans, ..rule.clone() }
 }
 
+impl Call<'_> {
+    /// Whether a rule that is no shadow rule refuses its key.
+    fn refuses_key(&self, position: PlanPosition) -> bool {
+        self.rules[position].keyed.is_refused() && !self.plan.charge_plan.is_shadow(position)
+    }
+}
+
 impl MatchedRule<'_> {
     fn is_check(&self) -> bool {
         self.hits == Some(0)
@@ -507,8 +514,7 @@ fn status(call: &Call<'_>, descriptor: usize, verdicts: Verdicts<'_>, now_ms: u6
         let mut matched = call.matched.iter().zip(&call.positions);
         matched.any(|(matched, of)| matched.descriptor == descriptor && *of == position)
     };
-    let mut called = call.rules.enumerate();
-    let is_refused_key = called.any(|(position, rule)| rule.keyed.is_refused() && answers(position));
+    let is_refused_key = call.rules.ids().any(|position| call.refuses_key(position) && answers(position));
     let is_answer = |window: &WindowVerdict<'_>| answers(window.layer().position) && !window.rule().rule.is_shadow();
     let windows = verdicts.windows().filter(is_answer).filter(|window| !window.is_penalty()).map(|window| {
         let usage = window.stated_usage();

@@ -269,6 +269,8 @@ fn plans_overrides_and_exemptions_apply() {
         [rules.r]\nkey = \"header:x-api-key\"\non_missing_key = \"skip\"\non_unknown_key = \"refuse\"\n\
         windows = [\"1/minute\"]\ndescriptor = { domain = \"api\", entries = [\"api_key\"] }\n\
         [rules.r.plans.gold]\nwindows = [\"4/minute\"]\n[rules.r.plans.silver]\nwindows = [\"2/minute\"]\n\
+        [rules.s]\nkey = \"header:x-api-key\"\non_missing_key = \"skip\"\non_unknown_key = \"refuse\"\n\
+        on_limit = \"shadow\"\nwindows = [\"1/minute\"]\ndescriptor = { domain = \"api\", entries = [\"watched_key\"] }\n\
         [rules.u]\nwindows = [\"2/minute\"]\ndescriptor = { domain = \"api\", entries = [\"user\"] }\n\
         exemptions = [\"key:monitor\"]\n[[rules.u.overrides]]\nkey = \"alice\"\nwindows = [\"3/minute\"]\n";
     let digest = |key: &str| Digest::of(key.as_bytes());
@@ -281,8 +283,10 @@ fn plans_overrides_and_exemptions_apply() {
     let mut client = RatelimitClient::connect(gateway.ratelimit_service_addresses()[0]);
     let mut admitted = |key: &str, value: &str| client.count_ok(&[(key, value)], 6);
     assert_eq!((admitted("api_key", "key-of-acme"), admitted("api_key", "key-of-beta")), (4, 2));
-    assert_eq!(admitted("api_key", "invented"), 0);
+    assert_eq!((admitted("api_key", "invented"), admitted("watched_key", "invented")), (0, 6));
     assert_eq!((admitted("user", "alice"), admitted("user", "bob"), admitted("user", "monitor")), (3, 2, 6));
+    let shadowed = [("route", "ratelimit_service"), ("rule", "s"), ("outcome", "shadowed")];
+    assert_eq!(gateway.metrics().sum("transom_decisions_total", &shadowed), 6);
 }
 
 #[test]
