@@ -26,6 +26,7 @@ from machine import BenchmarkError
 
 # Clients that send requests.
 ASKING = 10_000
+FEW_NETWORKS = 10
 # Clients of the clients file, which may have 16 MiB.
 LISTED_MAX = 100_000
 PATIENCE_S = 300
@@ -167,11 +168,12 @@ def measure(options, directory, report):
     listed_clients = min(options.clients, LISTED_MAX)
     write_list(file("clients.toml"), listed_clients)
     write_denied(file("access.toml"), options.networks)
+    write_denied(file("access-of-few.toml"), FEW_NETWORKS)
     store, redis = Redis().start(directory, min(os.sched_getaffinity(0)))
     host = machine.LOOPBACK
     shared = lambda copy, port: SHARED.format(host=host, redis=port, clients=file(copy))
     listed = LISTED.format(clients=file("clients.toml"))
-    denied = DENIED.format(denied=file("access.toml"))
+    denied = lambda access: shared("copy-of-few", nowhere) + DENIED.format(denied=file(access))
     # Nothing listens there: this gateway keeps the few clients of its copy.
     nowhere = machine.free_port()
     rows, compared = [], []
@@ -179,34 +181,41 @@ def measure(options, directory, report):
     def start(name, sections):
         gateway = Gateway(options.transom, directory, name.replace(" ", "-").replace(",", ""), sections)
         rows.append([name, f"{gateway.start_s:.2f}", f"{gateway.memory_mib:,.0f}"])
+        compared.append(gateway)
         return gateway
+
+    def start_only(name, sections):
+        start(name, sections)
+        compared.pop().stop()
 
     try:
         few = start(f"{ASKING:,} clients in a copy", shared("copy-of-few", nowhere))
-        compared.append(few)
         many = start(f"{options.clients:,} clients in a copy, the store is empty", shared("copy", redis))
-        compared.append(many)
         # It refills the store after some seconds, and the next one has no copy.
         deadline = time.monotonic() + PATIENCE_S
         while "were restored from this gateway's copy" not in many.server.output():
             if time.monotonic() > deadline:
                 raise BenchmarkError(f"the store is not filled after {PATIENCE_S} s:\n{many.server.output()}")
             time.sleep(0.1)
-        start(f"{options.clients:,} clients read from the store", shared("no-copy", redis)).stop()
-        start(f"{listed_clients:,} clients in the clients file", listed).stop()
-        start(f"{ASKING:,} clients, {options.networks:,} denied networks in the access file", shared("copy-of-few", nowhere) + denied).stop()
+        start_only(f"{options.clients:,} clients read from the store", shared("no-copy", redis))
+        start_only(f"{listed_clients:,} clients in the clients file", listed)
+        few_denied = start(f"{ASKING:,} clients, {FEW_NETWORKS} denied networks in the access file", denied("access-of-few.toml"))
+        many_denied = start(f"{ASKING:,} clients, {options.networks:,} denied networks in the access file", denied("access.toml"))
         report.section("From the start to the first admitted request, and memory then")
         report.table(["", "s", "MiB"], rows)
         report.section(f"CPU time of a request of {ASKING:,} clients, µs, {options.rounds} rounds")
         few_clients = range(ASKING)
         many_clients = random.Random(1).sample(range(options.clients), ASKING)
-        turns = [(few.cpu_us(few_clients), many.cpu_us(many_clients)) for _ in range(options.rounds)]
-        ratios = sorted(of_many / of_few for of_few, of_many in turns)
-        medians = [f"{statistics.median(of):.1f}" for of in zip(*turns)]
-        report.table(
-            [f"of {ASKING:,}", f"of {options.clients:,}", "ratio, median", "min", "max"],
-            [[*medians, *(f"{ratio:.2f}" for ratio in (statistics.median(ratios), ratios[0], ratios[-1]))]],
-        )
+        rows = []
+        for what, first, second, clients in [
+            (f"{options.clients:,} clients beside {ASKING:,}", few, many, many_clients),
+            (f"{options.networks:,} denied networks beside {FEW_NETWORKS}", few_denied, many_denied, few_clients),
+        ]:
+            turns = [(first.cpu_us(few_clients), second.cpu_us(clients)) for _ in range(options.rounds)]
+            ratios = [of_second / of_first for of_first, of_second in turns]
+            medians = [f"{statistics.median(of):.1f}" for of in zip(*turns)]
+            rows.append([what, *medians, *(f"{ratio:.2f}" for ratio in (statistics.median(ratios), min(ratios), max(ratios)))])
+        report.table(["", "of the few", "of the many", "ratio, median", "min", "max"], rows)
     finally:
         for gateway in compared:
             gateway.stop()

@@ -449,6 +449,7 @@ pub static ENDPOINTS: &[Endpoint] = &[
         summary: "The deny entries, sorted by id, a page at a time.",
         parameters: &[LIMIT, AFTER],
         response: &[Content::Json(&Schema::Object(&DENY_ENTRIES))],
+        other_statuses: &[STARTING],
         handle: |call| complete(deny::list(&call)),
         ..READ
     },

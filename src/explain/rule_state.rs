@@ -24,7 +24,7 @@ use transom_store::shared_decision::Unavailable;
 /// What a rule makes of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RuleResult {
-    /// The rule does not count the request. After a failure it may do so nevertheless.
+    /// The rule does not count the request. `Failed`: its windows may count it all the same.
     NotCounted(NotCounted),
     Admits,
     /// Until this time; `None`: until a slot is free.

@@ -297,23 +297,6 @@ fn tokens_and_opaque_keys_come_in_one_field() {
     assert_eq!(gateway.metrics().sum("transom_request_errors_total", &[("error", "token")]), 2);
 }
 
-/// Without a subject, a valid token belongs to no client, and is no unknown API key either.
-#[test]
-fn a_valid_token_is_no_api_key() {
-    let (issuer, scratch) = (Issuer::new(), TempDir::new());
-    let section = format!("{}{SECTION}", issuer.keys(&scratch));
-    let toml =
-        config("on_missing_key = \"ip\"\n").replace(SECTION, &section).replace("\"header:x-api-key\"", "\"bearer\"")
-            + "[rules.t]\nkey = \"jwt:sub\"\non_missing_key = \"skip\"\nwindows = [\"7/366d\"]\n\
-           [[routes]]\npath = \"/by-token\"\nupstream = \"u\"\nrules = [\"t\"]\n";
-    let gateway = Gateway::start_with(&toml, &client_toml("acme", "gold", &["a1"], ""));
-    let request = |token: &str| gateway.get_with("/a", &[("Authorization", &format!("Bearer {token}"))]);
-    request("a1").expect(200);
-    request(&issuer.token("HS256", &json!({ "sub": "alice" }))).expect(200);
-    request("guess").expect(401);
-    request(&Issuer::new().token("HS256", &json!({ "sub": "alice" }))).expect(401);
-}
-
 #[test]
 fn a_401_without_credentials_states_what_the_api_needs() {
     let (issuer, scratch) = (Issuer::new(), TempDir::new());

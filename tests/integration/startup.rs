@@ -167,7 +167,8 @@ fn check_shows_references_instead_of_their_values() {
         for options in [&[][..], &["--json"]] {
             let (found, out, err) = run(&[&["check", "--config", &file], options].concat());
             assert_eq!(found, code, "{out}{err}");
-            let shown = out + &err;
+            // The name of the folder may have the digits of a value.
+            let shown = (out + &err).replace(scratch.path().to_str().unwrap(), "");
             assert!(shown.contains("${file:"), "{shown}");
             assert!(!shown.contains("canary") && !shown.contains("nonexist") && !shown.contains("217"), "{shown}");
         }

@@ -155,12 +155,12 @@ settings! {
         json: Vec<JsonPointer> =
             Words { shape: "JSON Pointer", example: "[\"/max_tokens\"]", or: "", read: read_pointer };
         /// JSON Pointers to numbers in the request by which the output is multiplied: how many answers it asks for. A list there
-        /// stands for the number of its elements, and a list of numbers for 1. `[]`: none.
+        /// stands for the number of its elements, and a list of numbers or a text at `prompt` for 1. `[]`: none.
         times: Vec<JsonPointer> = times();
         /// `"bytes/N"`: each N bytes of the request's body count as a token of input. Without it: 0.
         input: Option<u32> = Word { shape: "`\"bytes/N\"`", example: "\"bytes/4\"", read: read_bytes_per_input };
         /// Reserves the 95th percentile of what the requests of this rule that name the same model have cost lately, instead of
-        /// `json` and `input`.
+        /// `json`, `times` and `input`.
         learnt: bool = Boolean(false);
         /// Without such a number in the request: tokens of output. With `learnt`: the reserve until 20 costs of the model are known;
         /// the 95th percentile of all models, if that is greater.
@@ -168,24 +168,16 @@ settings! {
     }
 }
 
-/// Where requests state how many answers they ask for: OpenAI, also with a list of prompts, and Gemini, whose servers know two spellings.
-const TIMES: [&str; 7] = [
-    "/n",
-    "/best_of",
-    "/prompt",
-    "/generationConfig/candidateCount",
-    "/generationConfig/candidate_count",
-    "/generation_config/candidateCount",
-    "/generation_config/candidate_count",
-];
-/// As TOML.
-const TIMES_TEXT: &str = r#"["/n", "/best_of", "/prompt", "/generationConfig/candidateCount", "/generationConfig/candidate_count", "/generation_config/candidateCount", "/generation_config/candidate_count"]"#;
+/// Where requests state how many answers they ask for, as TOML: OpenAI, also with a list of prompts, and Gemini, whose servers know two
+/// spellings.
+const TIMES: &str = r#"["/n", "/best_of", "/prompt", "/generationConfig/candidateCount", "/generationConfig/candidate_count", "/generation_config/candidateCount", "/generation_config/candidate_count"]"#;
 
 /// The setting `times`.
 fn times() -> Custom<Vec<JsonPointer>> {
-    let default = TIMES.iter().filter_map(|text| JsonPointer::parse(text).ok()).collect();
+    let pointers = TIMES.split('"').skip(1).step_by(2);
+    let default = pointers.filter_map(|text| JsonPointer::parse(text).ok()).collect();
     let shape = || Shape::one_or_list("JSON Pointer");
-    Custom { default, default_text: Some(TIMES_TEXT), shape, read: read_times }
+    Custom { default, default_text: Some(TIMES), shape, read: read_times }
 }
 
 fn read_times(item: &Item, report: &mut Report) -> Option<Vec<JsonPointer>> {

@@ -34,7 +34,7 @@ pub struct TokenCache {
     generations: RefCell<Generations>,
     /// The last rejected token, the time of its rejection (Unix milliseconds), and the reason.
     last_rejected: Cell<Option<(TokenHash, u64, TokenError)>>,
-    /// Whether API keys come in the field of tokens: what is not a token is a key then.
+    /// Whether API keys come in the field of tokens: a malformed token is an API key.
     pub has_api_keys_beside: bool,
 }
 
@@ -73,11 +73,6 @@ impl TokenCache {
     /// Verifies tokens with published keys too.
     pub fn with_published(self, published: Option<Arc<PublishedKeys>>) -> TokenCache {
         TokenCache { published, ..self }
-    }
-
-    /// Whether there are keys, or will be: no token is valid otherwise.
-    pub fn has_keys(&self) -> bool {
-        self.configured_keys > 0 || self.published.is_some()
     }
 
     /// Verifies a token at the time `now_ms` (Unix milliseconds of the wall clock), and passes the value of a claim to `take`.

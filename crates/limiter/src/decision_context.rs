@@ -110,7 +110,7 @@ impl DecisionInputs {
         }
     }
 
-    /// Replaces the request by one that was decided before.
+    /// Replaces the request by one that was decided before. Why rules did not count it is not kept.
     pub fn repeat(&mut self, keyed_requests: &IdVec<PlanPosition, Option<KeyedRequest>>) {
         self.clear();
         self.keyed_requests.extend_from(keyed_requests);

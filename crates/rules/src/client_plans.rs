@@ -612,8 +612,8 @@ impl ClientPlans {
         }
     }
 
-    /// What the first part with an API key tells, and that part. A token that `[jwt]` verifies is no API key, unless a client has it
-    /// as one.
+    /// What the first part with an API key tells, and that part. A token is no API key, if `[clients]` reads tokens, unless a
+    /// client has it as one.
     fn find_by_api_key<'a>(
         &'a self,
         request: &RequestAttributes<'_>,
@@ -621,7 +621,7 @@ impl ClientPlans {
         for source in &self.api_keys {
             match look_up(Some(source), request, |key| self.by_api_key(key))? {
                 Named::Absent => {}
-                Named::Unknown if source.has_valid_token(request)? => {}
+                Named::Unknown if self.reads_tokens() && source.has_valid_token(request)? => {}
                 named => return Ok((Some(source), named)),
             }
         }
@@ -669,6 +669,11 @@ impl ClientPlans {
             detail: detail.unwrap_or_default(),
             challenge: credentials.map(|credentials| credentials.challenge_if_unknown).unwrap_or_default().to_owned(),
         }))
+    }
+
+    /// Whether the subject is a claim.
+    fn reads_tokens(&self) -> bool {
+        self.subject.as_ref().is_some_and(|source| matches!(source.source, KeySource::Jwt(_)))
     }
 
     fn by_subject(&self, subject: &[u8]) -> Option<&KnownClient> {
@@ -1018,8 +1023,7 @@ impl ClientSource {
 
     /// Whether this part of the request is a token, which is verified. What only looks like one is not.
     fn has_valid_token<'s>(&'s self, request: &RequestAttributes<'_>) -> Result<bool, LookupError<'s>> {
-        let may_be_token = |token: &&[u8]| request.tokens.has_keys() && may_be_token(token);
-        let Some(token) = self.bearer_of(request).filter(may_be_token) else { return Ok(false) };
+        let Some(token) = self.bearer_of(request).filter(|token| may_be_token(token)) else { return Ok(false) };
         match request.tokens.check(token, request.wall_ms) {
             Ok(()) => Ok(true),
             Err(TokenError::Malformed) => Ok(false),

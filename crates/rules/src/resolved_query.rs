@@ -43,7 +43,7 @@ struct QueriedRule {
     client_check: Option<ClientCheck>,
 }
 
-/// A query with the client that it has, as a request has one.
+/// A query, with the caller that its keys name.
 pub struct ResolvedQuery<'a, K> {
     rules: &'a QueriedRules,
     values: &'a [RuleKeyValues<'a, K>],

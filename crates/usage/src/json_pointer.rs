@@ -60,6 +60,11 @@ impl fmt::Display for JsonPointer {
 }
 
 impl JsonPointer {
+    /// The name of the member that it points at; `None`: the whole document.
+    pub fn name(&self) -> Option<&str> {
+        self.0.last().map(|name| &**name)
+    }
+
     pub fn parse(text: &str) -> Result<JsonPointer, PointerError> {
         if text.is_empty() {
             return Ok(JsonPointer(Vec::new()));

@@ -133,6 +133,8 @@ impl BodyValues {
     pub fn answers(&self, pointer: &JsonPointer) -> Decimal {
         let prompts = self.member(pointer).and_then(|(slot, _)| match self.values.get(slot) {
             Value::Array(prompts) => Some(prompts.into()),
+            // A text is one prompt, also if it consists of digits.
+            Value::Unreadable if pointer.name() == Some("prompt") => None,
             _ => self.number(pointer),
         });
         prompts.unwrap_or(Decimal::ONE).max(Decimal::ONE)
@@ -269,7 +271,7 @@ mod tests {
     }
 
     fn read_coded(body: &[u8], coding: Option<&[u8]>) -> Result<BodyValues, BodyError> {
-        let pointers = ["/model", "/params/name", "/max_tokens", "/list/1"].map(pointer);
+        let pointers = ["/model", "/params/name", "/max_tokens", "/list/1", "/prompt"].map(pointer);
         let coding = BodyCoding { content_encoding: coding, content_type: None };
         BodyValues::read(&BodyPlan::new(pointers.to_vec()).unwrap(), body, coding, 1000).map(|(values, _)| values)
     }
@@ -333,6 +335,11 @@ mod tests {
             assert_eq!(values.number(&pointer("/list/1")), Some(8.into()), "{value}");
         }
         assert_eq!(read(b"{}").unwrap().answers(&pointer("/max_tokens")), Decimal::ONE);
+        // A prompt of digits.
+        for (value, answers) in [("\"42\"", 1), ("[\"42\",\"7\"]", 2)] {
+            let values = read(format!("{{\"prompt\":{value}}}").as_bytes()).unwrap();
+            assert_eq!(values.answers(&pointer("/prompt")).rounded_up(), answers, "{value}");
+        }
     }
 
     #[test]

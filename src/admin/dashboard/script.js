@@ -690,7 +690,8 @@ function block(label, entry) {
   });
 }
 function grant(client) {
-  const windows = client.usage.rules.flatMap(rule => (rule.windows || []).map(window => ({ rule: rule.rule, window: window.name })));
+  const windows = client.usage.rules.filter(rule => !rule.store).flatMap(rule => (rule.windows || []).map(window => ({ rule: rule.rule, window: window.name })));
+  if (!windows.length) throw new Error(`No rule counts ${client.name} alone.`);
   const choice = el("select", {}, ...windows.map(({ window }, i) => el("option", { value: i, text: window })));
   const tokens = el("input", { type: "number", min: 1, value: 100, required: true });
   // Equal for all attempts of one grant.

@@ -475,8 +475,11 @@ fn random_scenario(rng: &mut Rng, requests: usize) -> Scenario {
     };
     let rule = if rng.bool() { refuses_in_outages(rule) } else { rule };
     let rule = Rule { count_refused: rng.u8(..4) == 0, ..rule };
+    // Where responses refund, the configuration makes a leased rule with sliding windows exact.
+    let has_refunds = rule.sharing != Sharing::Lease || !rule.has_sliding_windows();
     let any_request = |rng: &mut Rng| {
-        let request = RequestKind { key: rng.usize(..2), ..if rng.bool() { request(0) } else { refunded(0) } };
+        let (key, is_refunded) = (rng.usize(..2), !rng.bool() && has_refunds);
+        let request = if is_refunded { refunded(key) } else { request(key) };
         if has_plan && rng.bool() { of_plan(request) } else { request }
     };
     let mut scenario = Scenario::new(vec![rule], &[]);
