@@ -225,6 +225,7 @@ const ORDERS: [(&str, &[&str]); 9] = [
         "store",
         &[
             "exploration",
+            "delayed_charges",
             "settlement",
             "counter_access",
             "decision_queries",

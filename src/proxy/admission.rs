@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use http::HeaderMap;
 
-use super::delayed_request::{DelayedRequest, RECHECK_INTERVAL, StoreCharges};
+use super::delayed_request::{DelayedRequest, RECHECK_INTERVAL};
 use super::request_record::RequestRecord;
 use super::response::Rejection;
 use super::response_cost::PendingCost;
@@ -30,6 +30,7 @@ use transom_rules::resolved_request::ResolvedRequest;
 use transom_rules::responses::RefusedRequest;
 use transom_rules::top_keys::KeyName;
 use transom_runtime::metrics::storage::GaugeGuard;
+use transom_store::delayed_charges::StoreCharges;
 use transom_store::shared_decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
 
 /// A decision that waits.

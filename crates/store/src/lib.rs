@@ -8,7 +8,7 @@
 //! - Outages: `circuit_breaker`, `unreported_usage`, `reported_usage`, `outage`, `outage_log`.
 //! - `known_usage`: what the workers of a gateway know of the usage in the store. `usage_order`: which replies may lower it.
 //! - Maps that gateways share: `shared_map` (a map in the store), `map_follower` (the copy of a gateway).
-//! - After the response: `settlement`.
+//! - After the response: `settlement`. While a request waits for a later window: `delayed_charges`.
 //! - Diagnosis: `diagnose`.
 //! - `shared_counters`: the state of one worker, calls with their bookkeeping, periodic tasks.
 //! - `test_worker`: a worker and a store for unit tests. `exploration`: several gateways on a `simulated_store`, in every order of
@@ -21,6 +21,7 @@ mod connect;
 mod connection;
 pub mod counter_access;
 pub mod decision_queries;
+pub mod delayed_charges;
 pub mod diagnose;
 mod exact_mode;
 #[cfg(test)]

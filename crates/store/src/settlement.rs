@@ -4,6 +4,7 @@
 //! was charged too much is refunded. What exceeds the current windows is taken from later ones.
 
 use std::cmp::Ordering;
+use std::mem::take;
 
 use super::counter_access::{CounterAccess, RequestKeys};
 use super::scripts::Refund;
@@ -37,6 +38,11 @@ impl RuleCharges {
         let remote = context.charges_of_rule(position).filter(|charge| context.receipts_of(charge).next().is_none());
         let end_ms = |charge: &LayerCharge| (charge.request.kind != WindowKind::Sliding).then_some(charge.usage.end_ms);
         self.remote.extend(remote.map(|charge| (charge.counter, end_ms(charge))));
+    }
+
+    /// Takes the receipts of what was charged locally.
+    pub(super) fn take_receipts(&mut self) -> Vec<ShardReceipt> {
+        take(&mut self.receipts)
     }
 }
 

@@ -5,7 +5,7 @@
 //! store is compiled to a state machine that moves only when a reply or a time comes. A second machine, written by hand, would repeat it.
 //!
 //! - `world`: gateways on one store, one event at a time, and the properties that must hold.
-//! - `delayed_request`: requests that wait for a later window, as in the proxy.
+//! - `delayed_request`: requests that wait for a later window.
 //! - `explore`: all orders of events of a small scenario; and random events in a long run.
 //! - `scenarios`: the tests.
 

@@ -17,7 +17,7 @@ use std::time::Duration;
 use foldhash::fast::FixedState;
 use tokio::task::{AbortHandle, JoinHandle, LocalSet};
 
-use super::delayed_request::{Decided, Waiting};
+use super::delayed_request::{Decided, WaitingGateway};
 use crate::counter_access::{CounterAccess, RequestKeys};
 use crate::decision_queries::KeyQuery;
 use crate::scripts::Refund;
@@ -465,9 +465,9 @@ impl World {
                     BeginResult::Pending(pending) => pending.decide(&charge_plan).await,
                     BeginResult::Unavailable => return request.set(Stage::Unavailable),
                 };
-                let waiting = Waiting::new(&counters, &charge_plan, store_keys, Rc::clone(&request.deadline_ms));
+                let waiting = WaitingGateway { counters, charge_plan, deadline_ms: Rc::clone(&request.deadline_ms) };
                 let passed = match decided {
-                    Ok(outcome) => waiting.pass(outcome).await,
+                    Ok(outcome) => waiting.pass(outcome, store_keys).await,
                     Err(unavailable) => Err(unavailable),
                 };
                 request.set(passed.map_or(Stage::Unavailable, Stage::Decided));
