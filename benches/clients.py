@@ -3,7 +3,7 @@
 
     apt-get install -y redis-server
     make release
-    python3 benches/clients.py                       # about five minutes
+    python3 benches/clients.py                       # about three minutes
     python3 benches/clients.py --results table.md    # also writes the figures as Markdown
 
 A gateway has its clients in the shared store, or in the clients file. The time runs from the start of the process to the first
