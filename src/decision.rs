@@ -95,7 +95,7 @@ pub struct DecisionOutcome {
     pub windows: Vec<WindowState>,
     /// Whether the usage of a shared rule is that of this gateway alone, because the store cannot be asked; only after
     /// [`Operation::Value`].
-    pub lacks_store: bool,
+    pub is_store_unreachable: bool,
     /// Whether all rules exempt the key.
     pub is_exempt: bool,
     /// Whether a rule refuses its key, because the key names no client. Nothing makes the query succeed then.
@@ -321,7 +321,7 @@ impl DecisionService {
             now_ms,
             retry_at_ms,
             windows: WindowState::of(verdicts),
-            lacks_store: false,
+            is_store_unreachable: false,
             is_exempt,
             has_unknown_key: false,
             denied_by: None,
@@ -342,7 +342,7 @@ impl DecisionService {
             now_ms,
             retry_at_ms: Some(now_ms),
             windows: Vec::new(),
-            lacks_store: false,
+            is_store_unreachable: false,
             is_exempt: rules.iter().all(|rule| rule.found.is_err()),
             has_unknown_key: false,
             denied_by: None,
@@ -365,7 +365,7 @@ impl DecisionService {
             let KeyState { mut context, admits, source, .. } =
                 state.map_err(|Unavailable| ApiError::StoreUnavailable)?;
             outcome.allowed &= admits;
-            outcome.lacks_store |= source == UsageSource::StoreAway && query.operation == Operation::Value;
+            outcome.is_store_unreachable |= source == UsageSource::StoreAway && query.operation == Operation::Value;
             outcome.now_ms = outcome.now_ms.max(counters.clock.now().unix_ms);
             let retry_at_ms = match query.operation {
                 Operation::Reset => Some(outcome.now_ms),

@@ -166,7 +166,7 @@ async fn window_end_ms(call: &Call, rule: &GatewayRule, window: &str) -> Result<
     let rules = vec![RuleQuery { rule: rule.name.clone(), key, cost: None }];
     let query = DecisionQuery { operation: Operation::Value, rules, reserve: false };
     let outcome = decisions::run(&call.state, &*call.decision_api()?, &query).await?;
-    if outcome.lacks_store {
+    if outcome.is_store_unreachable {
         return Err(ApiError::StoreUnavailable);
     }
     let found = outcome.windows.iter().find(|state| state.name == window);

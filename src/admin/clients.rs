@@ -167,7 +167,7 @@ async fn usage(
     });
     let mut fields = Map::new();
     fields.insert("windows".to_owned(), windows.collect());
-    if outcome.lacks_store {
+    if outcome.is_store_unreachable {
         fields.insert("store".to_owned(), json!("unreachable"));
     }
     if outcome.is_exempt {

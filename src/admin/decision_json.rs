@@ -129,7 +129,7 @@ pub fn render(query: &DecisionQuery, outcome: &DecisionOutcome) -> Value {
     response.insert("retry_after".to_owned(), json!(retry_after));
     let retry_after_ms = outcome.retry_at_ms.map(|retry_at_ms| retry_at_ms.saturating_sub(outcome.now_ms));
     response.insert("retry_after_ms".to_owned(), json!(retry_after_ms));
-    if outcome.lacks_store {
+    if outcome.is_store_unreachable {
         response.insert("store".to_owned(), json!("unreachable"));
     }
     if outcome.is_exempt {
